@@ -1,0 +1,1 @@
+"""thinwire: train PyTorch models across machines joined by slow networks."""

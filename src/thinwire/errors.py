@@ -1,0 +1,21 @@
+"""The errors a user can meet. Each message says what was asked, what was found and what to do."""
+
+
+class ThinwireError(Exception):
+    """Base of all errors raised on purpose by thinwire."""
+
+
+class UsageError(ThinwireError, ValueError):
+    """Bad input: a setting, a file or a flag. The command line prints it as one line, exit code 2."""
+
+
+class LabError(ThinwireError):
+    """The emulated network cannot be built here, or does not keep to what was asked of it."""
+
+
+class PeerLost(ThinwireError):
+    """Another rank died, hangs or cannot be reached; the message names it."""
+
+
+class NonFinite(ThinwireError):
+    """A replica keeps producing NaN or infinity; the message names it."""
