@@ -1,0 +1,208 @@
+"""The GPT that `thinwire train` trains, and its sizes by name.
+
+Pre-norm blocks on a residual stream x of shape (B, T, D):
+
+    x = x + attention(norm(x))        softmax(q kᵀ / sqrt(D / heads)) v, causal or over both sides
+    x = x + mlp(norm(x))              D -> 4 D -> D, GELU
+
+No biases; positions are learned; the head's weight is the token embedding's. The model is `embed`,
+then `blocks`, then `head`, each a module that maps one tensor to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from thinwire.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT. `vocab` counts the rows of the embedding (a mask token included)."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    causal: bool = True
+
+
+# name -> (layers, width, heads); the name is the number of parameters with 256 tokens, context 128
+PRESETS: dict[str, tuple[int, int, int]] = {
+    "gpt-0.3m": (6, 64, 4),
+    "gpt-1m": (5, 128, 4),
+    "gpt-3m": (4, 256, 4),
+    "gpt-10m": (6, 384, 6),
+    "gpt-25m": (8, 512, 8),
+    "gpt-85m": (12, 768, 12),
+    "gpt-300m": (24, 1024, 16),
+    "gpt-1b": (20, 2048, 16),
+}
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how it is run."""
+
+    model: str = "gpt-0.3m"
+    """gpt-0.3m, gpt-1m, gpt-3m, gpt-10m, gpt-25m, gpt-85m, gpt-300m or gpt-1b: the number of
+    parameters with a byte vocabulary."""
+
+    objective: Literal["causal", "masked"] = "causal"
+    """causal: predict the next token (GPT). masked: predict hidden tokens from both sides."""
+
+    compile: bool = False
+    """torch.compile the model: faster steps after a first one that takes a minute or so."""
+
+    checkpoint_activations: bool = False
+    """Recompute each block's activations in the backward pass: far less memory, a third more
+    compute, the same gradients."""
+
+
+class Embed(nn.Module):
+    """Tokens (B, T) -> (B, T, D)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        steps, context = tokens.shape[1], self.positions.num_embeddings
+        if steps > context:
+            raise ValueError(f"sequences of at most {context} tokens, got {steps}")
+        places = torch.arange(steps, device=tokens.device)
+        x: Tensor = self.tokens(tokens) + self.positions(places)
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.causal = config.causal
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, steps, width = x.shape
+        split = self.qkv(x).view(batch, steps, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, heads, T, D / heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = self.out(mixed.transpose(1, 2).reshape(batch, steps, width))
+        return x
+
+
+class Block(nn.Module):
+    """(B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class Head(nn.Module):
+    """(B, T, D) -> logits (B, T, vocab)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width, bias=False)
+        self.linear = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.norm(x))
+        return logits
+
+
+class GPT(nn.Module):
+    """`model(tokens)` gives logits (B, T, vocab), `model(tokens, targets)` the mean loss."""
+
+    def __init__(self, config: GPTConfig, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        if config.width % config.heads:
+            raise UsageError(f"width {config.width} does not divide into {config.heads} heads")
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.embed = Embed(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = Head(config)
+        self.head.linear.weight = self.embed.tokens.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # norms start at one
+            # Each block adds twice to the residual stream: this keeps its variance from growing.
+            residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
+            scale = 1 / math.sqrt(2 * self.config.layers) if residual else 1.0
+            nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        logits: Tensor = self.head(x)
+        return logits if targets is None else token_loss(logits, targets)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over the targets that are not -100, in fp32 under autocast too."""
+    with torch.autocast(logits.device.type, enabled=False):
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT:
+    """The model of `config` for `vocab` tokens; the same seed gives the same weights anywhere.
+
+    The masked objective adds one row to the vocabulary, for the mask. Drawing the weights leaves
+    the global random state alone.
+    """
+    if config.model not in PRESETS:
+        raise UsageError(f"--model takes {', '.join(PRESETS)}; got {config.model!r}")
+    layers, width, heads = PRESETS[config.model]
+    masked = config.objective == "masked"
+    shape = GPTConfig(layers, width, heads, vocab + masked, context, causal=not masked)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = GPT(shape, checkpoint_activations=config.checkpoint_activations)
+    if config.compile:
+        model.compile()  # in place: parameter names stay as they are
+    return model
+
+
+def model_settings(model: GPT, name: str) -> dict[str, Any]:
+    """What a checkpoint keeps of a model, enough to build it again."""
+    return {"name": name, **asdict(model.config)}
+
+
+def model_from_settings(settings: Mapping[str, Any]) -> GPT:
+    """The model that `model_settings` described, with fresh weights."""
+    try:
+        return GPT(GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)}))
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"these are not the settings of a thinwire model: {error}") from None
