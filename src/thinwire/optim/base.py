@@ -1,0 +1,120 @@
+"""WireOptimizer: what every method shares.
+
+A method wraps an inner torch optimizer and stands in its place: it *is* a torch.optim.Optimizer
+that shares the inner one's parameter groups and state, so that learning-rate schedulers,
+GradScaler, closures and gradient accumulation work on it unchanged.
+
+[Note: loss scaling] GradScaler skips `step()` on a rank whose gradients overflowed. Ranks would
+then disagree on how many steps, and so transfers, there were. The base therefore asks for the scale
+and the overflow flag instead (`_step_supports_amp_scaling`), and each method decides with all
+ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.wire.account import Account
+from thinwire.wire.agreement import require_same_values
+from thinwire.wire.wire import Group, Wire
+
+Closure = Callable[[], float]
+
+
+class WireOptimizer(torch.optim.Optimizer):
+    """Base of all methods. A subclass implements `_step`, and `consensus`/`finish` if its replicas
+    may differ between steps."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None  # set by GradScaler around step()
+    found_inf: Tensor | None = None
+
+    def __init__(self, inner: torch.optim.Optimizer, *, group: Group = None, name: str) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ValueError(f"{name} wraps a torch.optim.Optimizer, got {type(inner).__name__}")
+        self.inner = inner
+        self._parameters = [p for g in inner.param_groups for p in g["params"]]
+        self._require_leaves(name)
+        super().__init__(inner.param_groups, {})
+        # The same lists and dicts as the inner optimizer's: a scheduler that writes an lr here
+        # writes it there.
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = inner.state
+        self.wire = Wire(group, name=name)
+        self._checked = False
+
+    @property
+    def account(self) -> Account:
+        """Bytes sent, seconds exposed and hidden, so far."""
+        return self.wire.account
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """One inner step of this replica, and whatever the method sends or lands with it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._checked:
+            self._check_start()
+        self._step()
+        self.account.tick()
+        return loss
+
+    def _step(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must implement _step")
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the mean of the replicas: evaluate and save there."""
+        yield
+
+    def finish(self) -> None:
+        """Lands every flight and makes the replicas equal. Call it once, at the end of training."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "wire"):
+            raise ValueError(
+                "parameters cannot be added after construction: the other replicas would not send "
+                "them; build the optimizer with all of them"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and, under "method", this replica's own part of it."""
+        return {"inner": self.inner.state_dict(), "method": self._method_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        # The inner optimizer replaces its containers when it loads.
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        self._load_method_state(state_dict["method"])
+
+    def _method_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_method_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _unscaled(self, gradients: Tensor) -> Tensor:
+        """Takes GradScaler's scale out of a flat buffer of gradients, in place."""
+        if self.grad_scale is not None:
+            gradients.mul_(self.grad_scale.to(gradients.device).reciprocal())
+        return gradients
+
+    def _require_leaves(self, name: str) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"{name}: parameter {index} of shape {tuple(parameter.shape)} is not a leaf "
+                    "tensor (it was computed from others); pass the tensors that are trained"
+                )
+
+    def _check_start(self) -> None:
+        """Before anything is sent: replicas that start apart never meet."""
+        require_same_values(self.wire, self._parameters, "the weights at the first step")
+        self._checked = True

@@ -1,0 +1,9 @@
+"""Codecs: in which form values travel. `parse` makes one from a name on the command line."""
+
+from thinwire.wire.codecs.base import Codec
+from thinwire.wire.codecs.dense import Dense
+from thinwire.wire.codecs.error_feedback import ErrorFeedback
+from thinwire.wire.codecs.names import NAMES, parse
+from thinwire.wire.codecs.quantize import Int4, Int8
+
+__all__ = ["NAMES", "Codec", "Dense", "ErrorFeedback", "Int4", "Int8", "parse"]

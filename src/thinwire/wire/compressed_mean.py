@@ -1,0 +1,65 @@
+"""The mean of payloads that cannot be added on the wire, in two phases.
+
+    every rank:   encode its N values as n parts, send part j to rank j               all_to_all
+    rank j:       decode the n payloads of part j, average them in float32, encode
+    every rank:   collect the n encoded averages and decode them                      all_gather
+
+All ranks decode the same bytes, so they hold the same bits. A rank sends 2 (n - 1) payloads of
+N / n values: the traffic of a ring all-reduce, at the codec's width. Error feedback acts on both
+encodings.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thinwire.wire import collectives
+from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.collectives import Started
+
+Settle = Callable[[Started], None]
+
+
+def compressed_mean(
+    flat: Tensor, codec: Codec | ErrorFeedback, group: ProcessGroup, finish: Settle
+) -> tuple[Started, Callable[[], None]]:
+    """Runs up to the launch of the second phase; `finish` blocks until a phase has arrived.
+
+    Returns the second phase and what decodes it into `flat` once it has arrived.
+    """
+    size, rank = group.size(), group.rank()
+    plain = codec.codec if isinstance(codec, ErrorFeedback) else codec
+    part = plain.part(flat.numel(), size)
+
+    sent = _encode(codec, flat, size, part, side="worker")  # (n, bytes)
+    received = torch.empty_like(sent)
+    finish(collectives.all_to_all(received, sent, group))
+
+    own = max(0, min(flat.numel() - rank * part, part))  # values of this rank's part, padding out
+    mean = _decoded_mean(plain, received, part, own)
+    encoded = _encode(codec, mean, 1, part, side="owner")  # (1, bytes)
+    started = collectives.all_gather(received, encoded, group)
+
+    def land(_in_use: tuple[Tensor, ...] = (sent, encoded)) -> None:  # the network reads these
+        plain.decode(received, part, flat)
+
+    return started, land
+
+
+def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, side: str) -> Tensor:
+    if not isinstance(codec, ErrorFeedback):
+        return codec.encode(x, rows, part)
+    memory = codec.worker if side == "worker" else codec.owner
+    return memory.encode(codec.codec, x, rows, part, codec.decay)
+
+
+def _decoded_mean(codec: Codec, payloads: Tensor, part: int, own: int) -> Tensor:
+    """Worker by worker, in rank order: one part of temporary memory, and one order of summation."""
+    count = payloads.shape[0]
+    mean = torch.zeros(own, device=payloads.device)
+    values = torch.empty_like(mean)
+    for row in range(count):
+        mean.add_(codec.decode(payloads[row : row + 1], part, values))
+    return mean.div_(count)

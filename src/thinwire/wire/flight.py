@@ -1,0 +1,75 @@
+"""Flight: a transfer in the air. `wait()` lands it and is the only place that blocks."""
+
+import time
+from concurrent.futures import Future
+
+import torch
+
+from thinwire.wire.account import Account
+
+
+class Flight:
+    """What `Wire` returns for every transfer.
+
+    The buffer handed to the wire belongs to the flight until `wait()` has returned; the result is
+    that same buffer.
+    """
+
+    def __init__(self, buffer: torch.Tensor, account: Account) -> None:
+        self._buffer = buffer
+        self._account = account
+        self.launched_at = time.perf_counter()
+        self._launched_step = account.steps
+        self._arrival: Future[float] | None = None  # the clock when the result was in place
+        self._settled = False
+        self._finite: bool | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the result is in the buffer, and returns it. May be called again."""
+        if not self._settled:
+            start = time.perf_counter()
+            arrived = start if self._arrival is None else self._arrival.result()
+            self._settled = True
+            self._account.landed(
+                flown=max(0.0, arrived - self.launched_at),
+                waited=time.perf_counter() - start,
+                lag=self.lag,
+            )
+            self._arrival = None
+        return self._buffer
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait()` would return at once. Ranks may see different answers: never let it
+        decide what is sent next."""
+        return self._settled or self._arrival is None or self._arrival.done()
+
+    @property
+    def lag(self) -> int:
+        """Optimizer steps since the launch."""
+        return self._account.steps - self._launched_step
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value of the landed result is finite.
+
+        A mean is the same bits on every rank, and a NaN or infinity of one replica survives every
+        codec, so all ranks get the same answer here without asking each other.
+        """
+        if not self._settled:
+            raise RuntimeError("Flight.finite is known only after wait()")
+        if self._finite is None:
+            self._finite = all_finite(self._buffer)
+        return self._finite
+
+    def _lands_with(self, arrival: "Future[float]") -> None:
+        # The lander has synchronised its stream before it sets the future: once it is done the
+        # data are in place for every stream, and no event needs to be waited for.
+        self._arrival = arrival
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """One pass without a temporary: the largest magnitude is NaN or infinite if any value is."""
+    if values.numel() == 0:
+        return True
+    return bool(torch.isfinite(torch.linalg.vector_norm(values, float("inf"))))

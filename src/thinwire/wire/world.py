@@ -1,0 +1,146 @@
+"""World: this process among all ranks. `init()` joins it from torchrun's environment."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import PeerLost, UsageError
+from thinwire.wire.heartbeat import Heartbeat
+
+DEFAULT_TIMEOUT = 60.0
+# Waiting is bounded by `Wire`, which can tell a slow link from a lost peer; the backend's own
+# limit, which can not, is set out of the way.
+NEVER = timedelta(hours=24)
+_JOIN_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass
+class World:
+    """Where this process stands. One without peers is a world of size 1 with no process group."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    """Seconds without a sign of life after which a peer counts as lost."""
+    heartbeat: Heartbeat | None
+
+    def lost(self, ranks: list[int], cause: str) -> PeerLost:
+        """The error for a transfer among `ranks` that failed; names whoever is gone."""
+        suspects = self.heartbeat.suspects(ranks) if self.heartbeat else {}
+        if not suspects:
+            others = [r for r in ranks if r != self.rank]
+            return PeerLost(
+                f"rank {self.rank}: a transfer with ranks {others} failed though all of them "
+                f"still answer ({cause}); look for an error on one of them"
+            )
+        assert self.heartbeat is not None
+        self.heartbeat.found_lost(suspects)
+        names = "; ".join(f"rank {peer} ({why})" for peer, why in sorted(suspects.items()))
+        return PeerLost(f"rank {self.rank} lost {names}: {cause}")
+
+
+_world: World | None = None
+
+
+def init(
+    settings: Mapping[str, Any] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> World:
+    """Joins the other ranks as torchrun's environment says; alone if there is no such environment.
+
+    Args:
+        settings: whatever must be equal on all ranks (JSON-able); a difference is refused with an
+            error that names the setting, both values and the ranks.
+        backend: as in torch.distributed.init_process_group; gloo on CPUs, nccl beside it with CUDA.
+        timeout: seconds without a sign of life after which a peer counts as lost.
+    """
+    global _world
+    if timeout <= 0:
+        raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout}")
+    if not dist.is_initialized() and "RANK" in os.environ:
+        _join(backend)
+    _world = _of_process(timeout)
+    if settings is not None:
+        from thinwire.wire.agreement import require_same
+        from thinwire.wire.wire import Wire
+
+        wire = Wire(name="settings")
+        require_same(wire, settings)
+        wire.close()
+    return _world
+
+
+def current() -> World:
+    """The world `init` joined, or the one a user's own init_process_group made."""
+    global _world
+    if _world is None or _world.size != (dist.get_world_size() if dist.is_initialized() else 1):
+        _world = _of_process(DEFAULT_TIMEOUT)
+    return _world
+
+
+def shutdown() -> None:
+    """Leaves the world: ends the heartbeat and the process group."""
+    global _world
+    if _world is not None and _world.heartbeat is not None:
+        _world.heartbeat.stop()
+    _world = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(backend: str | None) -> None:
+    missing = [k for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing:
+        raise UsageError(
+            f"RANK is set but {', '.join(missing)} not: start with torchrun, thinwire, or neither"
+        )
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), timeout=_JOIN_TIMEOUT
+        )
+    except dist.DistNetworkError as error:
+        raise _join_error(error) from error
+    except dist.DistStoreError as error:
+        raise PeerLost(
+            f"not all {os.environ['WORLD_SIZE']} ranks joined within "
+            f"{_JOIN_TIMEOUT.total_seconds():.0f} s: {error}"
+        ) from error
+
+
+def _join_error(error: Exception) -> Exception:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return UsageError(f"no free port: {where} is in use; set MASTER_PORT to a free one")
+    return PeerLost(f"cannot meet the other ranks at {where}: {error}")
+
+
+def _of_process(timeout: float) -> World:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not dist.is_initialized():
+        return World(0, 1, device, timeout, None)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    heartbeat = None
+    if size > 1:
+        heartbeat = Heartbeat(
+            dist.distributed_c10d._get_default_store(),
+            rank,
+            size,
+            host=socket.gethostname(),
+            interval=min(5.0, timeout / 10),
+        )
+        dist.barrier()  # every rank's first note is in the store before anybody reads
+    return World(rank, size, device, timeout, heartbeat)
