@@ -1,0 +1,111 @@
+"""The weights of a run as one safetensors file, and the model back from it.
+
+Where replicas hold weights of their own, their mean is exported: that is the model which the run
+evaluates. A tied head is stored once; the header lists what shares what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import thinwire
+from thinwire.errors import UsageError
+from thinwire.train import checkpoint
+from thinwire.train.models import GPT, model_from_settings
+
+Weights = dict[str, Tensor]
+
+
+def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
+    """Write the model of a run (its latest checkpoint) or of one checkpoint to the file `out`."""
+    out = Path(out)
+    if out.is_dir() or (out.exists() and not force):
+        raise UsageError(f"{out} exists already; choose another name or pass --force")
+    if not out.parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no directory {out.parent}")
+    manifest = checkpoint.read_manifest(source)
+    if "model" not in manifest.meta:
+        raise UsageError(f"the checkpoint {manifest.path} does not say which model it is of")
+    weights, tied = _untie(_mean_weights(manifest))
+    header = {
+        "format": "pt",  # what other readers of safetensors look for
+        "thinwire": thinwire.__version__,
+        "step": str(manifest.step),
+        "model": json.dumps(manifest.meta["model"]),
+        "tied": json.dumps(tied),
+    }
+    draft = out.with_name(f"{out.name}.tmp")
+    save_file(weights, draft, metadata=header)
+    os.replace(draft, out)
+    return out
+
+
+def load_exported(path: str | Path) -> GPT:
+    """The model that `export` wrote, on the CPU."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+            weights: Weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot read the model {path}: {error}") from None
+    if "thinwire" not in header or "model" not in header:
+        raise UsageError(f"{path} was not exported by thinwire: its header names no model")
+    model = model_from_settings(json.loads(header["model"]))
+    for name, owner in json.loads(header.get("tied", "{}")).items():
+        weights[name] = weights[owner]
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UsageError(f"{path} does not fit its model: {' '.join(str(error).split())}") from None
+    return model
+
+
+def _mean_weights(manifest: checkpoint.Manifest) -> Weights:
+    first = checkpoint.load(manifest.path, replica=0, keys={"model"})
+    if "model" in first.shared:
+        return _weights(first.shared["model"])
+    if "model" not in first.private:
+        raise UsageError(f"the checkpoint {manifest.path} holds no model")
+    own = _weights(first.private["model"])
+    totals = {name: _summable(tensor) for name, tensor in own.items()}
+    for replica in range(1, manifest.replicas):  # one at a time, to hold two models at most
+        other = checkpoint.load(manifest.path, replica=replica, keys={"model"}).private["model"]
+        for name, total in totals.items():
+            if total.is_floating_point():
+                total += other[name].float()
+    means = {
+        name: (t / manifest.replicas if t.is_floating_point() else t).to(own[name].dtype)
+        for name, t in totals.items()
+    }
+    return _retie(own, means)
+
+
+def _weights(state: Any) -> Weights:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    """A copy to sum in fp32; integers, such as counters, are those of replica 0."""
+    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor
+
+
+def _retie(own: Weights, means: Weights) -> Weights:
+    """Names that shared one tensor share their mean, too."""
+    first: dict[int, str] = {}
+    return {name: means[first.setdefault(id(tensor), name)] for name, tensor in own.items()}
+
+
+def _untie(weights: Weights) -> tuple[Weights, dict[str, str]]:
+    """Every tensor once, under its first name, and the other names -> that name."""
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(tensor), name) for name, tensor in weights.items()}
+    kept = {name: weights[name].contiguous() for name, owner in owners.items() if name == owner}
+    return kept, {name: owner for name, owner in owners.items() if name != owner}
