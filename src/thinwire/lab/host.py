@@ -78,5 +78,7 @@ def _tune_tcp(buffer: int) -> None:
     with suppress(OSError):
         kernel.write_proc("/proc/sys/net/ipv4/tcp_rmem", f"4096 1048576 {buffer}")
         kernel.write_proc("/proc/sys/net/ipv4/tcp_wmem", f"4096 1048576 {buffer}")
+    with suppress(OSError):  # one figure on every machine, whichever control it prefers itself
+        kernel.write_proc("/proc/sys/net/ipv4/tcp_congestion_control", "cubic")
     with suppress(OSError):  # its neighbour chatter would show up in the counters
         kernel.write_proc(f"/proc/sys/net/ipv6/conf/{INTERFACE}/disable_ipv6", "1")

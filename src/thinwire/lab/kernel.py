@@ -11,11 +11,17 @@ import signal
 import socket
 import struct
 
+CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+_MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -49,6 +55,15 @@ def setns(fd: int, kind: int) -> None:
 
 def set_hostname(name: str) -> None:
     socket.sethostname(name)
+
+
+def mount(source: str, target: str, kind: str, flags: int) -> None:
+    texts = (source.encode(), target.encode(), kind.encode())
+    _call("mount", *texts, ctypes.c_ulong(flags), None)
+
+
+def detach(target: str) -> None:
+    _call("umount2", target.encode(), ctypes.c_int(_MNT_DETACH))
 
 
 def _prctl(option: int, value: int) -> None:

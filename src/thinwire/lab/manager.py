@@ -22,6 +22,7 @@ from thinwire.errors import LabError
 from thinwire.lab import kernel, sandbox
 from thinwire.lab.host import Host, tcp_buffer
 from thinwire.lab.link import Link
+from thinwire.lab.names import name_hosts
 from thinwire.lab.relay import Relay
 from thinwire.lab.workers import Workers
 
@@ -38,6 +39,8 @@ class Manager:
         self._hosts = [Host(index, link, buffer) for index, link in enumerate(links)]
         if links:
             kernel.unshare(kernel.CLONE_NEWNET)  # step out of the last host
+            with suppress(OSError):
+                name_hosts(len(links))
         self._relay = Relay(links, seed)
         self._workers = Workers(self._hosts, alone)
         self._hosts_by_tun = {host.tun: host.index for host in self._hosts}

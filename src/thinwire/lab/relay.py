@@ -22,6 +22,7 @@ from thinwire.lab.link import Link, Path
 from thinwire.lab.pipe import Packet, Pipe
 
 PREFIX = bytes((10, 77))  # the emulated network is 10.77.0.0/16
+TCP = 6
 SERVE_UP, SERVE_DOWN, ARRIVE, DELIVER = range(4)
 
 
@@ -30,11 +31,19 @@ def address(host: int) -> str:
 
 
 def flow_of(data: bytes) -> bytes:
-    """Protocol, addresses and ports; fragments have no ports and share the pair's flow."""
+    """Protocol, addresses and ports; fragments have no ports and share the pair's flow.
+
+    A TCP packet without data is a flow of its own. On a real host a connection's backlog waits in
+    its socket (TCP small queues), so acknowledgements leave at once; here it waits in the relay,
+    and an acknowledgement behind it would be late by the whole queue.
+    """
     fragment = (data[6] & 0x3F) or data[7]
     if fragment or data[0] != 0x45:  # 0x45: IPv4 with no options, so the ports are at byte 20
         return data[9:10] + data[12:20]
-    return data[9:10] + data[12:24]
+    flow = data[9:10] + data[12:24]
+    if len(data) <= 80 and data[9] == TCP and len(data) == 20 + (data[32] >> 4) * 4:
+        return flow + b"a"
+    return flow
 
 
 @dataclass
