@@ -6,7 +6,7 @@ class ThinwireError(Exception):
 
 
 class UsageError(ThinwireError, ValueError):
-    """Bad input: a setting, a file or a flag. The command line prints it as one line, exit code 2."""
+    """Bad input: a setting, a file or a flag. On the command line one line, exit code 2."""
 
 
 class LabError(ThinwireError):

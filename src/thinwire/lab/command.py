@@ -11,14 +11,10 @@ from thinwire.lab.network import Lab
 _OVERRIDES = ("rate", "up", "down", "delay", "jitter", "loss")
 
 
-@dataclass(frozen=True)
-class LabConfig:
-    """The emulated network."""
+@dataclass
+class LinkConfig:
+    """Emulated links."""
 
-    hosts: int = 4
-    """Emulated hosts, each with its own network interface and name (host0, host1, ...)."""
-    per_host: int = 1
-    """Workers on each host."""
     rate: str = "100mbit"
     """Rate of every host's link, each way: 10mbit, 1gbit, 1.5Gbit/s."""
     up: str | None = None
@@ -33,8 +29,6 @@ class LabConfig:
     """Probability that a packet is lost. Packets are large here: see docs/lab.md."""
     host: tuple[str, ...] = ()
     """A host that differs from the others, such as 2:up=10mbit,down=50mbit,delay=30ms."""
-    seed: int = 0
-    """Of the loss and the jitter."""
 
     def link(self) -> Link:
         return Link.of(
@@ -46,18 +40,17 @@ class LabConfig:
             loss=self.loss,
         )
 
-    def overrides(self) -> dict[int, Link]:
-        return dict(self._override(text) for text in self.host)
+    def overrides(self, hosts: int) -> dict[int, Link]:
+        return dict(self._override(text, hosts) for text in self.host)
 
-    def _override(self, text: str) -> tuple[int, Link]:
+    def _override(self, text: str, hosts: int) -> tuple[int, Link]:
         number, colon, rest = text.partition(":")
         settings = dict(_setting(text, part) for part in rest.split(","))
         if not colon or not number.isdigit():
             raise _bad(text)
-        if int(number) >= self.hosts:
+        if int(number) >= hosts:
             raise UsageError(
-                f"host {text!r}: host {number} does not exist: there are {self.hosts}, "
-                "counted from 0"
+                f"host {text!r}: host {number} does not exist: there are {hosts}, counted from 0"
             )
         rate = settings.get("rate")
         return int(number), Link.of(
@@ -70,10 +63,22 @@ class LabConfig:
             loss=_probability(text, settings.get("loss", str(self.loss))),
         )
 
+
+@dataclass
+class LabConfig(LinkConfig):
+    """The emulated network."""
+
+    hosts: int = 4
+    """Emulated hosts, each with its own network interface and name (host0, host1, ...)."""
+    per_host: int = 1
+    """Workers on each host."""
+    seed: int = 0
+    """Of the loss and the jitter."""
+
     def lab(self) -> Lab:
         if self.per_host < 1:
             raise UsageError(f"per-host: got {self.per_host}, takes 1 or more")
-        return Lab(self.hosts, self.link(), overrides=self.overrides(), seed=self.seed)
+        return Lab(self.hosts, self.link(), overrides=self.overrides(self.hosts), seed=self.seed)
 
 
 def _setting(text: str, part: str) -> tuple[str, str]:

@@ -85,19 +85,20 @@ class WireOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and, under "method", this replica's own part of it."""
-        return {"inner": self.inner.state_dict(), "method": self._method_state()}
+        return {"inner": self.inner.state_dict(), "method": self.method_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict["inner"])
         # The inner optimizer replaces its containers when it loads.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        self._load_method_state(state_dict["method"])
+        self.load_method_state(state_dict["method"])
 
-    def _method_state(self) -> dict[str, Any]:
+    def method_state(self) -> dict[str, Any]:
+        """What this replica keeps beside the inner optimizer's state."""
         return {}
 
-    def _load_method_state(self, state: dict[str, Any]) -> None:
+    def load_method_state(self, state: dict[str, Any]) -> None:
         pass
 
     def _unscaled(self, gradients: Tensor) -> Tensor:

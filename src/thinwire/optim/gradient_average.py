@@ -73,11 +73,11 @@ class GradientAverage(WireOptimizer):
         else:
             self.account.skipped += 1
 
-    def _method_state(self) -> dict[str, Any]:
+    def method_state(self) -> dict[str, Any]:
         if isinstance(self.codec, ErrorFeedback):
             return {"error": self.codec.state_dict()}
         return {}
 
-    def _load_method_state(self, state: dict[str, Any]) -> None:
+    def load_method_state(self, state: dict[str, Any]) -> None:
         if isinstance(self.codec, ErrorFeedback) and "error" in state:
             self.codec.load_state_dict(state["error"])

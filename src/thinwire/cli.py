@@ -1,0 +1,120 @@
+"""The command line: thinwire train | lab | export | methods.
+
+Each command imports what it needs when it is called: `thinwire --help` and `thinwire lab` start
+without torch. Bad input is one line on stderr and exit code 2.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import thinwire
+from thinwire.errors import ThinwireError, UsageError
+
+_HELP = """usage: thinwire COMMAND [flags]
+
+  train    train a model: alone, under torchrun, or on workers it starts itself (--workers, --lab)
+  lab      run a command on every host of an emulated network
+  export   write the weights of a run as one safetensors file
+  methods  list the methods --method takes
+
+thinwire COMMAND --help lists a command's flags.  thinwire --version"""
+
+
+def _train(argv: list[str]) -> int:
+    from thinwire.train.launch import train
+
+    return train(argv)
+
+
+def _lab(argv: list[str]) -> int:
+    import tyro
+
+    from thinwire.lab.command import LabConfig, run_lab
+
+    flags, dashes, command = _split(argv)
+    if not dashes and not {"-h", "--help"} & set(flags):
+        raise UsageError("no command to run: write it after --, as in: thinwire lab -- python x.py")
+    description = "Run a command on every emulated host: thinwire lab [flags] -- COMMAND ..."
+    config = tyro.cli(
+        tyro.conf.OmitArgPrefixes[LabConfig],
+        args=flags,
+        prog="thinwire lab",
+        description=description,
+    )
+    return run_lab(config, command)
+
+
+def _export(argv: list[str]) -> int:
+    import tyro
+
+    from thinwire.train.export import export
+
+    def command(source: tyro.conf.Positional[str], out: str, force: bool = False) -> str:
+        """Write the weights of a run as one safetensors file.
+
+        Args:
+            source: A run's directory, or one checkpoint of it.
+            out: The file to write.
+            force: Overwrite it if it exists.
+        """
+        return str(export(source, out, force=force))
+
+    print(f"wrote {tyro.cli(command, args=argv, prog='thinwire export')}")
+    return 0
+
+
+def _methods(argv: list[str]) -> int:
+    from thinwire.train.methods import METHODS
+
+    for name, method in METHODS.items():
+        print(f"{name:16} {method.summary}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "lab": _lab,
+    "export": _export,
+    "methods": _methods,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"thinwire {thinwire.__version__}")
+        return 0
+    try:
+        command = _COMMANDS.get(words[0])
+        if command is None:
+            raise UsageError(f"there is no command {words[0]!r}: takes {', '.join(_COMMANDS)}")
+        return command(words[1:])
+    except ThinwireError as error:
+        return _failed(error)
+    except BrokenPipeError:  # the reader of our output has gone, as in `thinwire ... | head`
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _failed(error: ThinwireError) -> int:
+    code = 2 if isinstance(error, UsageError) else 1
+    print(f"thinwire: {error}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        # A worker whose peers are gone: its process group's destructor would wait for them.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _split(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in argv:
+        return argv, False, []
+    at = argv.index("--")
+    return argv[:at], True, argv[at + 1 :]

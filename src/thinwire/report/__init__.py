@@ -1,0 +1,1 @@
+"""What people read: tables, the live display, and later the report."""

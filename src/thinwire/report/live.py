@@ -1,0 +1,75 @@
+"""Display: the progress of a run, as a bar on a terminal and as plain lines elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from thinwire.wire.account import format_bytes
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display:
+    """Fed with the records of one worker's metrics. Use it as a context manager."""
+
+    def __init__(self, steps: int, title: str, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(title, total=steps, figures="starting")
+        self._steps, self._title = steps, title
+        self._figures: dict[str, Any] = {}
+        self._next_line = 0.0
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def print(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, record: dict[str, Any]) -> None:
+        self._figures |= record
+        step = int(record["step"])
+        text = self._text()
+        self._progress.update(self._task, completed=step, figures=text)
+        if self._console.is_terminal:
+            return
+        now = time.monotonic()
+        due = now >= self._next_line or step == self._steps or record["kind"] == "eval"
+        if due:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            self.print(f"{self._title} {step}/{self._steps}  {text}")
+
+    def _text(self) -> str:
+        f = self._figures
+        parts = []
+        if f.get("loss") is not None:
+            parts.append(f"loss {f['loss']:.3f}")
+        if f.get("val_loss") is not None:
+            parts.append(f"val {f['val_loss']:.3f}")
+        if "tokens_per_s" in f:
+            parts.append(f"{f['tokens_per_s']:,.0f} tokens/s")
+            parts.append(f"{format_bytes(f['bytes'])} sent")
+            share = f["exposed"] / f["seconds"] if f["seconds"] else 0.0
+            parts.append(f"{share:.0%} waiting")
+        return "  ".join(parts)

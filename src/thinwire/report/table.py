@@ -1,0 +1,50 @@
+"""The tables printed at the start and the end of a run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.lab.check import LinkCheck
+from thinwire.lab.units import format_duration, format_rate
+from thinwire.wire.account import format_bytes
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """The closing figures of a run: one row."""
+    console = console or Console()
+    count = summary["workers"]
+    table = Table(title=f"{summary['step']} steps on {count} worker{'s' * (count != 1)}")
+    for name in ("method", "tokens/s", "sent per worker", "exposed", "hidden", "loss", "val loss"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    seconds = summary["seconds"]
+    table.add_row(
+        summary["method"],
+        f"{summary['tokens_per_s']:,.0f}",
+        format_bytes(summary["bytes"] / count),
+        f"{summary['exposed']:.1f} s ({summary['exposed'] / seconds:.0%})",
+        f"{summary['hidden']:.1f} s",
+        f"{summary['loss']:.3f}",
+        "-" if summary["val_loss"] is None else f"{summary['val_loss']:.3f}",
+    )
+    console.print(table)
+    if summary["skipped"]:
+        console.print(f"{summary['skipped']} steps were skipped: their values were not finite")
+
+
+def print_checks(checks: Sequence[LinkCheck], console: Console | None = None) -> None:
+    """What the lab measured of itself before the run, in one line."""
+    console = console or Console()
+    rates = [rate for check in checks for rate in (check.up, check.down)]
+    trips = [check.rtt for check in checks]
+    console.print(
+        f"lab: {len(checks)} hosts, links measured at {_span(rates, format_rate)}, "
+        f"round trips at {_span(trips, format_duration)}",
+        highlight=False,
+    )
+
+
+def _span(values: list[float], show: Callable[[float], str]) -> str:
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,1 @@
+"""The trainer behind `thinwire train`."""

@@ -1,0 +1,213 @@
+"""Methods by name: how the trainer puts one together from a model and an inner optimizer.
+
+A method is its entry in METHODS: a name, a line of help, a dataclass of its flags and a function
+that builds a `Replica`. Nothing else in the trainer, the command line or the reports knows which
+methods there are.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import UsageError
+from thinwire.optim import GradientAverage
+from thinwire.wire import codecs
+from thinwire.wire.account import Account
+from thinwire.wire.ddp import DdpMeter
+from thinwire.wire.wire import Wire
+
+State = dict[str, Any]
+
+
+class Replica:
+    """One replica under a method: the default is a replica on its own.
+
+    `replicated` says that all replicas hold the same weights after every step, so that a checkpoint
+    needs only one copy.
+    """
+
+    replicated = False
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = module
+        self.module = module  # what is called for the loss: the model, or a wrapper of it
+        self.optimizer = optimizer
+        self.account = Account()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; `last` of the step or not."""
+        return nullcontext()
+
+    def step(self, clip: float) -> float:
+        """Clips, steps, and returns the gradient's norm; a norm that is not finite is a skip."""
+        norm = self._clip(clip)
+        if norm == norm and norm != float("inf"):
+            self.optimizer.step()
+        else:
+            self.account.skipped += 1
+        self.account.tick()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one to evaluate."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """After the last step."""
+
+    def state(self) -> tuple[State, State]:
+        """What a checkpoint keeps: what all replicas have in common, and what is this one's own."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return (state, {}) if self.replicated else ({}, state)
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        state = shared if self.replicated else private
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _clip(self, clip: float) -> float:
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        limit = clip if clip > 0 else float("inf")
+        norm: Tensor = nn.utils.clip_grad_norm_(parameters, limit)
+        return float(norm)
+
+
+class DdpReplica(Replica):
+    """PyTorch's DistributedDataParallel: gradients averaged during every backward pass."""
+
+    replicated = True
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float
+    ) -> None:
+        super().__init__(module, optimizer)
+        wire = Wire(name="ddp", account=self.account)
+        self._wire = wire
+        if wire.group is not None:
+            ddp = DistributedDataParallel(module, process_group=wire.group, bucket_cap_mb=bucket_mb)
+            self._meter = DdpMeter(ddp, wire)
+            self.module = ddp
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        return self.module.no_sync()
+
+
+class WireReplica(Replica):
+    """Any of thinwire's own optimizers that average gradients and keep replicas equal."""
+
+    replicated = True
+    optimizer: GradientAverage
+
+    def __init__(self, module: nn.Module, optimizer: GradientAverage) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def step(self, clip: float) -> float:
+        finite = self.optimizer.average()
+        norm = self._clip(clip) if finite else float("nan")
+        self.optimizer.step()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        inner = self.optimizer.inner.state_dict()
+        shared = {"model": self.model.state_dict(), "inner": inner}
+        return shared, {"method": self.optimizer.method_state()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        self.model.load_state_dict(shared["model"])
+        # Error feedback belongs to a rank and its part of the buffer: with another number of ranks
+        # it starts anew, which costs what one step's payload had lost.
+        method = private["method"] if same_replicas else self.optimizer.method_state()
+        self.optimizer.load_state_dict({"inner": shared["inner"], "method": method})
+
+
+@dataclass
+class NoSettings:
+    """This method has no settings of its own."""
+
+
+@dataclass
+class DdpSettings:
+    """DistributedDataParallel."""
+
+    bucket_mb: float = 25.0
+    """Size of the buckets in which gradients are averaged, in MB. Smaller ones overlap more of the
+    backward pass on a fast link; on a slow one it makes no difference."""
+
+
+@dataclass
+class AverageSettings:
+    """GradientAverage."""
+
+    codec: str = "fp32"
+    """Form in which gradients travel: fp32, bf16, fp16, int8 or int4, with error feedback as in
+    int4+ef."""
+
+
+Build = Callable[[nn.Module, torch.optim.Optimizer, Any], Replica]
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    summary: str
+    settings: type
+    build: Build
+    check: Callable[[Any], None] = lambda settings: None
+    """Refuses bad settings with a UsageError before anything is started."""
+
+
+def _none(module: nn.Module, inner: torch.optim.Optimizer, settings: NoSettings) -> Replica:
+    return Replica(module, inner)
+
+
+def _ddp(module: nn.Module, inner: torch.optim.Optimizer, settings: DdpSettings) -> Replica:
+    return DdpReplica(module, inner, settings.bucket_mb)
+
+
+def _average(module: nn.Module, inner: torch.optim.Optimizer, settings: AverageSettings) -> Replica:
+    return WireReplica(module, GradientAverage(inner, codec=codecs.parse(settings.codec)))
+
+
+def _check_ddp(settings: DdpSettings) -> None:
+    if settings.bucket_mb <= 0:
+        raise UsageError(f"--bucket-mb takes a number > 0, got {settings.bucket_mb}")
+
+
+def _check_average(settings: AverageSettings) -> None:
+    codecs.parse(settings.codec)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("none", "no communication: the yardstick of speed", NoSettings, _none),
+        Method("ddp", "PyTorch's data parallelism", DdpSettings, _ddp, _check_ddp),
+        Method(
+            "average",
+            "data parallelism with a codec for the gradients",
+            AverageSettings,
+            _average,
+            _check_average,
+        ),
+    )
+}
+
+
+def find_method(name: str) -> Method:
+    if name not in METHODS:
+        raise UsageError(f"--method takes one of {', '.join(METHODS)}; got {name!r}")
+    return METHODS[name]

@@ -1,0 +1,100 @@
+"""The inner optimizer by name, and the learning rate over a run."""
+
+import inspect
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from thinwire.errors import UsageError
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer of every replica, and its learning rate."""
+
+    optimizer: str = "AdamW"
+    """Any optimizer of torch.optim by name."""
+    lr: float = 1e-3
+    """Peak learning rate. Halve it when the loss jumps or steps are skipped."""
+    weight_decay: float = 0.01
+    """Of matrices and embeddings; norms are never decayed."""
+    optimizer_arg: tuple[str, ...] = ()
+    """More arguments of the optimizer, such as betas=[0.9,0.95] or momentum=0.9."""
+    warmup: int = 20
+    """Steps over which the learning rate rises from 0."""
+    final_lr: float = 0.1
+    """Share of the learning rate that is left at the end of the cosine."""
+    clip: float = 1.0
+    """Largest norm of a replica's gradient; 0 does not clip."""
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    kind = _find(config.optimizer)
+    takes = inspect.signature(kind.__init__).parameters
+    arguments = _parse_arguments(config.optimizer_arg)
+    for name in arguments:
+        if name not in takes or name in ("self", "params"):
+            known = ", ".join(n for n in takes if n not in ("self", "params"))
+            raise UsageError(f"--optimizer-arg {name}: {kind.__name__} takes {known}")
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if "weight_decay" in takes and "weight_decay" not in arguments:
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+    try:
+        built: torch.optim.Optimizer = kind(
+            [g for g in groups if g["params"]], lr=config.lr, **arguments
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--optimizer {kind.__name__}: {error}") from error
+    return built
+
+
+def schedule(config: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Linear warm-up, then a cosine down to `final_lr` of the peak at the last step."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / (config.warmup + 1)
+        progress = (step - config.warmup) / max(1, steps - config.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return config.final_lr + (1 - config.final_lr) * cosine
+
+    return LambdaLR(optimizer, factor)
+
+
+def _find(name: str) -> Any:
+    known = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    }
+    # LBFGS needs the loss again and again, SparseAdam sparse gradients: the loop gives neither.
+    for unfit in ("optimizer", "lbfgs", "sparseadam"):
+        known.pop(unfit, None)
+    if name.lower() not in known:
+        names = ", ".join(sorted(kind.__name__ for kind in known.values()))
+        raise UsageError(f"--optimizer takes one of {names}; got {name!r}")
+    return known[name.lower()]
+
+
+def _parse_arguments(words: tuple[str, ...]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(f"--optimizer-arg takes NAME=VALUE, got {word!r}")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = {"True": True, "False": False, "None": None}.get(text, text)
+        arguments[name.strip()] = tuple(value) if isinstance(value, list) else value
+    return arguments
