@@ -317,6 +317,8 @@ def test_a_kill_before_any_call_that_changes_the_disk(killed_runs: Path, kind: s
     values = [value_of(run) for run in runs]
     assert values == sorted(values)  # the old one up to some call, the new one from there on
     assert set(values) == {1.0, 2.0}
+    for step in (killed_runs / kind).glob("*/checkpoints/step-*"):
+        assert step.suffix or value_of(step) in values  # no half carries a checkpoint's name
     for run in runs:  # and the next save leaves nothing of the killed one behind
         save_alone(run, 30, keep=1)
         assert value_of(run) == 30.0

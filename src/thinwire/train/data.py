@@ -13,6 +13,7 @@ on all ranks, it is all that a checkpoint keeps, and it means the same for any n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,26 +173,30 @@ def permute(
 ) -> npt.NDArray[np.int64]:
     """Where the permutation of range(size) that belongs to (seed, epoch) sends each index.
 
-    A Feistel network permutes the smallest even power of two >= size without a table, so 10 million
-    windows cost no memory. Values that land outside range(size) are sent round again, which keeps
-    the map one to one ("cycle walking"); the power is below 4 * size, so that takes few turns.
+    A Feistel network permutes a grid of rows * columns >= size without a table, so 10 million
+    windows cost no memory. The few values that land outside range(size) are sent round again, which
+    keeps the map one to one ("cycle walking").
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of a value
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
     keys = _mix(np.uint64(seed & _WORD) ^ _mix(epochs.astype(np.uint64)))
-    values = _feistel(indices.astype(np.uint64), half, keys)
+    values = _feistel(indices.astype(np.uint64), rows, columns, keys)
     while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], half, keys[outside])
+        values[outside] = _feistel(values[outside], rows, columns, keys[outside])
     return values.astype(np.int64)
 
 
 def _feistel(
-    values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]
+    values: npt.NDArray[np.uint64], rows: int, columns: int, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    shift, low = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> shift, values & low
-    for turn in range(6):
-        left, right = right, left ^ (_mix(right + _mix(keys + np.uint64(turn))) & low)
-    joined: npt.NDArray[np.uint64] = (left << shift) | right
+    """Move each row by a hash of the column, then each column by a hash of the row, three times."""
+    height, width = np.uint64(rows), np.uint64(columns)
+    row, column = values // width, values % width
+    for turn in range(3):
+        key = keys + np.uint64(turn << 48)  # rows and columns stay far below 2**47
+        row = (row + _mix(column + key) % height) % height
+        column = (column + _mix(row + key + np.uint64(1 << 47)) % width) % width
+    joined: npt.NDArray[np.uint64] = row * width + column
     return joined
 
 
