@@ -94,7 +94,7 @@ class Job:
         ready, _, _ = select.select([control, *self._readers], [], [], timeout)
         for fd in ready:
             if fd == control:
-                self._lab.receive()
+                self._lab.receive(wait=False)  # a sink that calls the lab may have taken it
             elif not self._readers[fd].read():
                 os.close(self._readers.pop(fd).fd)
         numbers = {number: rank for rank, number in self._numbers.items()}

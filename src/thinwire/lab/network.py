@@ -243,9 +243,12 @@ class Lab:
             raise LabError(reply["error"])
         return reply["result"]
 
-    def receive(self) -> None:
-        """Take what the manager says, waiting for at least some of it."""
-        data = self.control.recv(1 << 16)
+    def receive(self, wait: bool = True) -> None:
+        """Take what the manager says; `wait` for at least some of it."""
+        try:
+            data = self.control.recv(1 << 16, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         if not data:
             raise LabError(f"the lab's manager ended unexpectedly ({self._last_words()})")
         *lines, self._text = (self._text + data).split(b"\n")

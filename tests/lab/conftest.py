@@ -1,0 +1,36 @@
+"""The one fixture behind all tests that need a real emulated network."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from thinwire.errors import LabError
+from thinwire.lab import Lab, Link
+
+MakeLab = Callable[..., Lab]
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips where the machine forbids what the lab needs, with the lab's own reason."""
+    try:
+        with Lab(1, Link.of()):
+            pass
+    except LabError as error:
+        if "cannot build its network here" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def make_lab(namespaces: None) -> Iterator[MakeLab]:
+    """`make_lab(hosts, link)` opens a lab that is closed after the test."""
+    with ExitStack() as stack:
+
+        def make(hosts: int, link: Link | None = None, **settings: Any) -> Lab:
+            link = link or Link.of("50mbit", delay="2ms")
+            return stack.enter_context(Lab(hosts, link, **settings))
+
+        yield make
