@@ -1,15 +1,14 @@
 """The one fixture behind all tests that need a real emulated network."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from lab_tools import MakeLab
 
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
-
-MakeLab = Callable[..., Lab]
 
 
 @pytest.fixture(scope="session")

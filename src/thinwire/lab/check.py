@@ -88,21 +88,28 @@ class _Probes:
         self._files: list[Any] = []
 
     def __enter__(self) -> "_Probes":
+        try:
+            for host in range(self._lab.hosts):
+                self._spawn(host)
+            for host in range(self._lab.hosts):
+                self.answer(host)  # ready
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _spawn(self, host: int) -> None:
         from thinwire.lab.network import entry
 
-        for host in range(self._lab.hosts):
-            ours, theirs = socket.socketpair()
-            number = self._lab.next_number()
-            with theirs:
-                fds = [theirs.fileno(), 2, 2]
-                env = dict(os.environ)
-                self._lab.spawn(number, host, entry("thinwire.lab.probe"), env, "/", fds)
-            self._numbers.append(number)
-            self._lines.append(ours)
-            self._files.append(ours.makefile("r"))
-        for host in range(self._lab.hosts):
-            self.answer(host)  # ready
-        return self
+        ours, theirs = socket.socketpair()
+        self._lines.append(ours)
+        self._files.append(ours.makefile("r"))
+        number = self._lab.next_number()
+        with theirs:
+            fds = [theirs.fileno(), 2, 2]
+            command = entry("thinwire.lab.probe")
+            self._lab.spawn(number, host, command, dict(os.environ), "/", fds)
+        self._numbers.append(number)
 
     def __exit__(self, *_: object) -> None:
         self._lab.call("signal", workers=self._numbers, signum=9)

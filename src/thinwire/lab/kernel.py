@@ -34,7 +34,9 @@ _SIOCSIFFLAGS = 0x8914
 _SIOCSIFADDR = 0x8916
 _SIOCSIFNETMASK = 0x891C
 _SIOCSIFMTU = 0x8922
-_SIOCSIFTXQLEN = 0x8943
+
+_RTM_NEWLINK, _IFLA_TXQLEN = 16, 13
+_NLM_F_REQUEST, _NLM_F_ACK = 1, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -111,7 +113,17 @@ def set_mtu(name: str, mtu: int) -> None:
 
 
 def set_queue_length(name: str, packets: int) -> None:
-    _configure(name, _SIOCSIFTXQLEN, struct.pack("i", packets))
+    """By netlink: the ioctl for it is refused in a user namespace."""
+    attribute = struct.pack("HHI", 8, _IFLA_TXQLEN, packets)
+    link = struct.pack("BxHiII", 0, 0, socket.if_nametoindex(name), 0, 0)  # struct ifinfomsg
+    flags = _NLM_F_REQUEST | _NLM_F_ACK
+    size = 16 + len(link) + len(attribute)
+    header = struct.pack("IHHII", size, _RTM_NEWLINK, flags, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as sock:  # 0: rtnetlink
+        sock.send(header + link + attribute)
+        number = struct.unpack_from("i", sock.recv(4096), 16)[0]  # 0 or minus an errno
+    if number:
+        raise OSError(-number, os.strerror(-number))
 
 
 def _sockaddr(ip: str) -> bytes:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from thinwire.lab.host import read_counters
 
-ECHO_PORT = 7
-SINK_PORT = 9
+ECHO_PORT = 7007  # above 1024, which takes root
+SINK_PORT = 7009
 PING_BYTES = 92  # on the wire, of a ping
 _HEADERS = 28  # IP and UDP
 _POLL = 1e-4  # s between looks at the counters
