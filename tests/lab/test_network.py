@@ -194,6 +194,8 @@ def test_bad_commands_and_hosts_are_named(make_lab: MakeLab) -> None:
         lab.start(["no-such-program"])
     with pytest.raises(UsageError, match="workers per host: got 0"):
         lab.start(["true"], per_host=0)
+    with pytest.raises(UsageError, match="got 500 workers"):
+        lab.start(["true"], per_host=500)
     with pytest.raises(UsageError, match="host 1 does not exist"):
         lab.kill(1)
     assert lab.start(["true"]).wait().code == 0

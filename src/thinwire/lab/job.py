@@ -141,6 +141,11 @@ class Job:
             self.poll(_TICK)
         self.close()
 
+    def abandon(self) -> None:
+        """End what was started of a job that could not be started whole."""
+        self._lab.call("sweep")
+        self.close()
+
     def close(self) -> None:
         for fd in list(self._readers):
             os.close(self._readers.pop(fd).fd)
@@ -183,29 +188,36 @@ class _Ending:
             self._kill_at = now + self._patience.stop
 
     def _interrupt(self, now: float) -> None:
-        again = self._heeded > 0
+        impatient = self._heeded > 0 or bool(self._blamed) or len(self._caught) > 1
         self._heeded = len(self._caught)
-        if again or self._heeded > 1:
+        if impatient:
             self._job.signal(signal.SIGKILL)
             return
         self._job.signal(self._caught[0])
         self._kill_at = now + self._patience.interrupt
 
     def outcome(self) -> Outcome:
-        if self._caught:
-            name = signal.Signals(self._caught[0]).name
-            return Outcome(128 + self._caught[0], reason=f"interrupted by {name}")
+        if self._caught and not self._blamed:
+            reason = f"interrupted by {_name(self._caught[0])}"
+            return Outcome(128 + self._caught[0], reason=reason)
         failures = self._blamed or self._job.failures()
         if not failures:
             return Outcome(0, reason="finished")
         failure = culprit(failures)
         process = next(p for p in self._job.processes if p.rank == failure.rank)
         if failure.code < 0:
-            code, how = 128 - failure.code, f"killed by {signal.Signals(-failure.code).name}"
+            code, how = 128 - failure.code, f"killed by {_name(-failure.code)}"
         else:
             code, how = failure.code, f"exit code {failure.code}"
         tail = [line.text for line in self._job.tail(failure.rank)]
         return Outcome(code, process, f"{process.label} (rank {process.rank}) failed: {how}", tail)
+
+
+def _name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
 
 
 @contextmanager

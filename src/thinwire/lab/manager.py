@@ -94,7 +94,10 @@ class Manager:
             self._send({"event": "exit", "worker": number, "code": code})
 
     def _listen(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
+        except ConnectionResetError:  # closed with an answer of ours unread
+            data, fds = b"", []
         self._fds += fds
         if not data:
             self._running = False

@@ -24,7 +24,15 @@ from thinwire.lab.output import Log, Sink, print_line
 from thinwire.lab.relay import address
 
 MOST_HOSTS = 128  # select() takes descriptors below 1024, and a host holds three
-_ENTRY = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+MOST_WORKERS = 400  # for the same reason: the launcher holds two descriptors for each
+# Not put first when it is there already: site-packages must not come before Python's own modules.
+_ENTRY = """
+import sys
+if {root!r} not in sys.path:
+    sys.path.insert(0, {root!r})
+from {module} import main
+main()
+"""
 
 
 def entry(module: str) -> list[str]:
@@ -115,6 +123,8 @@ class Lab:
                 self._outer.kill()
                 self._outer.wait()
             self._outer = None
+        self.pid = 0
+        self._text = b""
 
     def start(
         self,
@@ -132,24 +142,47 @@ class Lab:
             raise UsageError(f"workers per host: got {per_host}, takes 1 or more")
         if self._job is not None and self._job.running:
             raise LabError("the lab runs one job at a time, and one is running")
+        if self.hosts * per_host > MOST_WORKERS:
+            raise UsageError(f"got {self.hosts * per_host} workers, takes {MOST_WORKERS} at most")
         shared = {**os.environ, **(env or {})}
         shape = self.hosts, per_host, self.links is not None
         job = self._job = Job(self)
-        for rank, extra in enumerate(worker_environment(*shape, shared)):
-            host, local = divmod(rank, per_host)
-            label = self._label(host) + (f".{local}" if per_host > 1 else "")
-            streams = os.pipe(), os.pipe()
-            number = next(self._numbers)
-            with open(os.devnull, "rb") as null:
-                fds = [null.fileno(), streams[0][1], streams[1][1]]
-                try:
-                    pid = self.spawn(number, host, argv, {**shared, **extra}, cwd, fds)
-                finally:
-                    os.close(streams[0][1])
-                    os.close(streams[1][1])
-            process = Process(host, rank, local, pid, label)
-            job.add(process, number, Log(label, sink), (streams[0][0], streams[1][0]))
+        try:
+            for rank, extra in enumerate(worker_environment(*shape, shared)):
+                host, local = divmod(rank, per_host)
+                label = self._label(host) + (f".{local}" if per_host > 1 else "")
+                self._launch(job, (host, rank, local), label, argv, {**shared, **extra}, cwd, sink)
+        except BaseException:
+            self._job = None
+            job.abandon()
+            raise
         return job
+
+    def _launch(
+        self,
+        job: Job,
+        place: tuple[int, int, int],
+        label: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None,
+        sink: Sink,
+    ) -> None:
+        """Start the worker of one (host, rank, local rank) and have the job listen to it."""
+        number = next(self._numbers)
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        try:
+            with open(os.devnull, "rb") as null:
+                fds = [null.fileno(), out_end, err_end]
+                pid = self.spawn(number, place[0], argv, env, cwd, fds)
+        except BaseException:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        job.add(Process(*place, pid, label), number, Log(label, sink), (out, err))
 
     def _label(self, host: int) -> str:
         return f"host{host}" if self.links is not None else f"worker{host}"
