@@ -8,27 +8,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.optim import GradientAverage, WireOptimizer
+    from thinwire.optim import (
+        CO2,
+        DiLoCo,
+        Eager,
+        GradientAverage,
+        LocalSGD,
+        LocalUpdates,
+        Outer,
+        Overlapped,
+        SlowMo,
+        StreamingDiLoCo,
+        WireOptimizer,
+    )
     from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Account": "thinwire.wire",
-    "Flight": "thinwire.wire",
-    "GradientAverage": "thinwire.optim",
-    "Wire": "thinwire.wire",
-    "WireOptimizer": "thinwire.optim",
-    "World": "thinwire.wire",
-    "codecs": "thinwire.wire",
-    "init": "thinwire.wire",
-    "shutdown": "thinwire.wire",
-}
-
 __all__ = [
+    "CO2",
     "Account",
+    "DiLoCo",
+    "Eager",
     "Flight",
     "GradientAverage",
+    "LocalSGD",
+    "LocalUpdates",
+    "Outer",
+    "Overlapped",
+    "SlowMo",
+    "StreamingDiLoCo",
     "Wire",
     "WireOptimizer",
     "World",
@@ -37,11 +46,13 @@ __all__ = [
     "shutdown",
 ]
 
+_WIRE = {"Account", "Flight", "Wire", "World", "codecs", "init", "shutdown"}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module("thinwire.wire" if name in _WIRE else "thinwire.optim"), name)
 
 
 def __dir__() -> list[str]:

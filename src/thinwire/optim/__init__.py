@@ -2,5 +2,28 @@
 
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.gradient_average import GradientAverage
+from thinwire.optim.local_updates import LocalUpdates
+from thinwire.optim.outer import Outer
+from thinwire.optim.presets import (
+    CO2,
+    DiLoCo,
+    Eager,
+    LocalSGD,
+    Overlapped,
+    SlowMo,
+    StreamingDiLoCo,
+)
 
-__all__ = ["GradientAverage", "WireOptimizer"]
+__all__ = [
+    "CO2",
+    "DiLoCo",
+    "Eager",
+    "GradientAverage",
+    "LocalSGD",
+    "LocalUpdates",
+    "Outer",
+    "Overlapped",
+    "SlowMo",
+    "StreamingDiLoCo",
+    "WireOptimizer",
+]

@@ -43,13 +43,13 @@ class Account:
         """Counts one optimizer step: the unit in which a flight's lag is told."""
         self.steps += 1
 
-    def launched(self, sent: int) -> None:
+    def launched(self) -> None:
+        """A transfer was asked for, on the caller's thread: all ranks count alike."""
         with self._lock:
-            self.bytes += sent
             self.transfers += 1
 
     def sent(self, count: int) -> None:
-        """Bytes of an inner phase of a transfer."""
+        """Bytes handed to the network, on whichever thread did it."""
         with self._lock:
             self.bytes += count
 

@@ -36,12 +36,13 @@ class DdpMeter:
         assert self._wire.group is not None
         buffer = bucket.buffer().div_(self._wire.size)
         self._note_launch(bucket.is_last())
-        works, sent = collectives.all_reduce(buffer, self._wire.group, dist.ReduceOp.SUM)
-        self._wire.account.launched(sent)
+        parts, sent = collectives.all_reduce(buffer, self._wire.group, dist.ReduceOp.SUM)
+        self._wire.account.launched()
+        self._wire.account.sent(sent)
         if buffer.is_cuda:  # the future carries the stream's event; nothing may block here
-            done = works[0].get_future().then(lambda f: self._note_arrival(f.value()[0]))
+            done = parts[0].work.get_future().then(lambda f: self._note_arrival(f.value()[0]))
             return done
-        return self._wire.watch(works, buffer, self._note_arrival)
+        return self._wire.watch(parts, buffer, self._note_arrival)
 
     def _note_launch(self, last: bool) -> None:
         now = time.perf_counter()

@@ -23,6 +23,8 @@ class Flight:
         self._arrival: Future[float] | None = None  # the clock when the result was in place
         self._settled = False
         self._finite: bool | None = None
+        self.seconds = 0.0
+        """Time in the air, once landed."""
 
     def wait(self) -> torch.Tensor:
         """Blocks until the result is in the buffer, and returns it. May be called again."""
@@ -30,8 +32,9 @@ class Flight:
             start = time.perf_counter()
             arrived = start if self._arrival is None else self._arrival.result()
             self._settled = True
+            self.seconds = max(0.0, arrived - self.launched_at)
             self._account.landed(
-                flown=max(0.0, arrived - self.launched_at),
+                flown=self.seconds,
                 waited=time.perf_counter() - start,
                 lag=self.lag,
             )

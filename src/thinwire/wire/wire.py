@@ -191,6 +191,11 @@ class Wire:
         self._lander("collective").submit(settle)
         return future
 
+    @property
+    def lost(self) -> PeerLost | None:
+        """The error that ended this wire; None while it works."""
+        return self._broken
+
     def barrier(self) -> None:
         """Returns when every rank has come here."""
         self.agree([0.0])
@@ -272,6 +277,7 @@ class Wire:
 
     def _launch(self, flat: Tensor, issue: Issue, *, lane: str = "collective") -> Flight:
         flight = Flight(flat, self.account)
+        self.account.launched()
         ready = self._payload_ready(flat)
         issued = self._issuer.submit(lambda: self._issue(flat, ready, issue))
         flight._lands_with(
@@ -296,7 +302,7 @@ class Wire:
                 started, land = issue(buffer)
             except RuntimeError as error:
                 raise self._failure(error) from error
-        self.account.launched(started[1])
+        self.account.sent(started[1])
         return started, land, buffer
 
     def _land(
@@ -398,6 +404,11 @@ def _ranks_of(group: Group, world_size: int) -> list[int]:
             )
         group = group.get_group()
     return list(dist.get_process_group_ranks(group))
+
+
+def group_size(group: Group) -> int:
+    """Ranks in a group as `Wire` takes it, known before a wire is made."""
+    return len(_ranks_of(group, world.current().size))
 
 
 def _into(_result: Tensor) -> None:

@@ -1,0 +1,291 @@
+"""LocalUpdates: one engine for the methods that average now and then instead of at every step.
+
+Each of M replicas runs `every` inner steps from an anchor x_t and reaches y_i. Its own progress
+own_i,t = x_t - y_i is averaged over the replicas, and an outer optimizer (outer.py) moves the
+anchor by the mean. Inner optimizer state stays with its replica and is never sent. What differs
+between the methods is when the mean is needed:
+
+  delay = 0        at once: the round ends with a wait.
+                   x_{t+1} = Outer(x_t, mean_t) ; y_i = x_{t+1}        Local SGD, SlowMo, DiLoCo
+
+  delay = k steps  later in the next round, while the replicas train on.
+                   x_{t+1} = Outer(x_t, mean_t) ; y_i = merge y_i + (1 - merge) x_{t+1}
+                                                                                Streaming DiLoCo
+  delay = "round"  at the end of the next round, so that the flight has a whole round to hide in.
+                   d_i,t = mean_{t-1} + fresh (own_i,t - own_i,t-1)
+                   x_i,t+1 = Outer(x_i,t, d_i,t) ; y_i = x_i,t+1
+                   fresh = 0: CO2.  fresh = 1/M: Eager.  fresh = 1: Overlapped, CoCoD-SGD
+
+With fresh = 1 the own terms telescope: averaged over the replicas, the anchors obey the recursion
+of the blocking method, with no delay at all. The replicas then never coincide; they stay within a
+round of progress of each other, and `consensus()` or `finish()` give their mean.
+
+Rounds are counted in steps, on every rank alike: nothing that is sent depends on what has arrived.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.auto_period import AutoPeriod
+from thinwire.optim.base import WireOptimizer
+from thinwire.optim.fragment import Fragment, partition
+from thinwire.optim.outer import Outer, stability_warning
+from thinwire.optim.travelling_buffers import TravellingBuffers
+from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
+from thinwire.wire.wire import Group
+
+Every = int | Literal["auto"]
+Delay = int | Literal["round"]
+
+
+class LocalUpdates(WireOptimizer):
+    """The engine. Most users want one of its presets: `Overlapped`, `CO2`, `DiLoCo`, ...
+
+    Args:
+        inner: any torch optimizer over the model's parameters.
+        every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
+            loss falls behind data parallelism. "auto" measures the first steps and a flight, and
+            takes the shortest round that hides it.
+        delay: when the mean is needed: 0, a number of steps less than a round, or "round".
+        fresh: with delay="round", how much of its own newest progress a replica uses before the
+            others' has arrived. 1 has no delay on average; 0 keeps all replicas on one anchor.
+        merge: with a delay in steps, weight of the local value when the mean arrives.
+        fragments: into how many groups the parameters are cut, each with a phase of its own in the
+            round; or the groups themselves. More fragments make smaller, more frequent messages:
+            use them when one large payload per round congests the link others use too.
+        outer: settings of the outer optimizer.
+        codec: form in which progress travels. Try Int8(), then ErrorFeedback(Int4()), before a
+            longer round.
+        buffers: the model's buffers (`model.buffers()`), if it has any that are learnt from data,
+            such as BatchNorm's running statistics: they are averaged with the rounds.
+        offload: keep the outer state in (pinned) host memory.
+        group: a ProcessGroup or one dimension of a DeviceMesh. With FSDP2 the replica dimension of
+            a (replica, shard) mesh: each rank then keeps and averages its own shard only.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        every: Every,
+        delay: Delay = 0,
+        fresh: float = 0.0,
+        merge: float = 0.0,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
+        outer: Outer | None = None,
+        codec: Codec | ErrorFeedback | None = None,
+        buffers: Iterable[Tensor] = (),
+        offload: bool = False,
+        group: Group = None,
+    ) -> None:
+        name = type(self).__name__
+        outer = outer or Outer()
+        groups = _groups(inner, fragments, name)
+        _check(name, every, delay, fresh, merge, len(groups))
+        super().__init__(inner, group=group, name=name)
+        self.every: int | None = every if isinstance(every, int) else None
+        self.delay, self.fresh, self.merge, self.outer = delay, fresh, merge, outer
+        late = delay == "round"
+        self.fragments = [
+            Fragment(
+                tensors,
+                self.wire,
+                _own_codec(codec),
+                outer,
+                late=late,
+                fresh=fresh if late else 0.0,
+                phase=index,
+                device=torch.device("cpu") if offload else None,
+            )
+            for index, tensors in enumerate(groups)
+        ]
+        self._buffers = TravellingBuffers(buffers, self.wire)
+        self._auto = AutoPeriod(self.wire) if every == "auto" else None
+        self._count = 0  # steps taken
+        self.rounds = 0
+        if late:
+            self._warn_if_unstable()
+
+    @property
+    def outer_bytes(self) -> int:
+        """Memory of the outer state on this rank; error feedback is not counted."""
+        return sum(fragment.nbytes() for fragment in self.fragments)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.inner.step()
+        self._count += 1
+        if self._auto is not None:
+            self._measure()
+        if self.every is None:
+            return
+        for fragment in self.fragments:
+            since = self._since_boundary(fragment)
+            if since == 0:
+                self._end_round(fragment)
+            elif since == self.delay:
+                self._arrive(fragment)
+        if self._count % self.every == 0:
+            self.rounds += 1
+            self._buffers.turn(late=self.delay != 0)
+
+    def _since_boundary(self, fragment: Fragment) -> int:
+        """Steps since the fragment's last round ended (a whole round where none has)."""
+        assert self.every is not None
+        offset = (fragment.phase + 1) * self.every // len(self.fragments)
+        return (self._count - offset) % self.every
+
+    def _end_round(self, fragment: Fragment) -> None:
+        if self.delay == "round":
+            fragment.turn(self._inner_lr())
+            return
+        fragment.launch()
+        if self.delay == 0:
+            self._arrive(fragment)
+
+    def _arrive(self, fragment: Fragment) -> None:
+        if fragment.flight is None:
+            return
+        if fragment.land():
+            fragment.step(self._inner_lr())
+        fragment.merge(self.merge if self.delay else 0.0)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the mean of the replicas' weights and buffers."""
+        with torch.no_grad():
+            own = [fragment.values() for fragment in self.fragments]
+            for fragment, values in zip(self.fragments, own, strict=True):
+                fragment.set_values(self.wire.mean(values.clone()).wait())
+            own_buffers = self._buffers.swap_in_mean()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for fragment, values in zip(self.fragments, own, strict=True):
+                    fragment.set_values(values)
+                self._buffers.restore(own_buffers)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Lands every flight, counts all progress, and makes the replicas equal."""
+        for fragment in self.fragments:
+            if self.delay == "round":
+                values = fragment.settle(self._inner_lr())
+            else:
+                self._arrive(fragment)
+                values = fragment.values()
+            fragment.begin(self.wire.mean(values).wait())
+        self._buffers.finish()
+
+    def method_state(self) -> dict[str, Any]:
+        return {
+            "replicas": self.wire.size,
+            "every": self.every,
+            "count": self._count,
+            "rounds": self.rounds,
+            "fragments": [fragment.state() for fragment in self.fragments],
+            "buffers": self._buffers.state(),
+        }
+
+    @torch.no_grad()
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        if len(state["fragments"]) != len(self.fragments):
+            raise ValueError(
+                f"the saved state has {len(state['fragments'])} fragments, "
+                f"this optimizer {len(self.fragments)}"
+            )
+        same = state["replicas"] == self.wire.size
+        self._count, self.rounds = state["count"], state["rounds"]
+        if state["every"] is not None:
+            self.every, self._auto = state["every"], None
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state(saved, with_error=same)
+        self._buffers.load_state(state["buffers"])
+        self._checked = True  # replicas of a resumed run differ, rightly
+        if not same and self.fresh > 0 and self.delay == "round":
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Another number of replicas: their own terms no longer add up to the mean in the air.
+
+        Everybody lands it, counts its progress and starts a new round from the common mean.
+        """
+        for fragment in self.fragments:
+            fragment.begin(self.wire.mean(fragment.settle(self._inner_lr())).wait())
+            if fragment.outer.momentum is not None:
+                self.wire.mean(fragment.outer.momentum).wait()
+
+    def _measure(self) -> None:
+        assert self._auto is not None
+        probe = self.fragments[0]
+        total = sum(fragment.numel for fragment in self.fragments)
+        period = self._auto.step(probe.codec, total, probe.anchor.device)
+        if period is not None:
+            self.every, self._auto = -(-period // len(self.fragments)) * len(self.fragments), None
+            self._count = 0  # the first round begins here
+
+    def _inner_lr(self) -> float:
+        return float(self.inner.param_groups[0]["lr"])
+
+    def _warn_if_unstable(self) -> None:
+        message = stability_warning(self.outer, self.fresh)
+        if message is not None and self.wire.rank == 0:
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=4)
+
+
+def _own_codec(codec: Codec | ErrorFeedback | None) -> Codec | ErrorFeedback:
+    """Error feedback remembers one stream: every fragment gets its own."""
+    if isinstance(codec, ErrorFeedback):
+        return ErrorFeedback(codec.codec, decay=codec.decay)
+    return codec or Dense()
+
+
+def _groups(
+    inner: torch.optim.Optimizer, fragments: int | Sequence[Sequence[Tensor]], name: str
+) -> list[list[Tensor]]:
+    parameters = [p for g in inner.param_groups for p in g["params"]]
+    if isinstance(fragments, int):
+        if not 1 <= fragments <= max(1, len(parameters)):
+            raise ValueError(
+                f"{name}: fragments takes 1 to the number of parameter tensors "
+                f"({len(parameters)}), got {fragments}"
+            )
+        return partition(parameters, fragments)
+    given = [list(group) for group in fragments]
+    if sorted(id(p) for group in given for p in group) != sorted(map(id, parameters)):
+        raise ValueError(f"{name}: fragments must hold each of the optimizer's parameters once")
+    return given
+
+
+def _check(
+    name: str, every: Every, delay: Delay, fresh: float, merge: float, fragments: int
+) -> None:
+    """Refuses settings that fit no round, before anything is sent."""
+    if every != "auto" and (not isinstance(every, int) or every < 1):
+        raise ValueError(f'{name}: every takes a number of steps >= 1 or "auto", got {every!r}')
+    if not 0 <= fresh <= 1:
+        raise ValueError(f"{name}: fresh takes a number in [0, 1], got {fresh}")
+    if not 0 <= merge < 1:
+        raise ValueError(f"{name}: merge takes a number in [0, 1), got {merge}")
+    if delay != "round" and (not isinstance(delay, int) or delay < 0):
+        raise ValueError(f'{name}: delay takes a number of steps >= 0 or "round", got {delay!r}')
+    if isinstance(every, int) and every % fragments:
+        raise ValueError(
+            f"{name}: every={every} steps do not divide into {fragments} fragments; "
+            f"take a multiple of {fragments}"
+        )
+    if delay != "round" and every != "auto" and delay >= max(1, every // fragments) and delay > 0:
+        raise ValueError(
+            f"{name}: a delay of {delay} steps is longer than a fragment's turn in a round of "
+            f'{every} ({every // fragments} steps); use less, or delay="round"'
+        )
+    if fresh > 0 and delay != "round":
+        raise ValueError(f'{name}: fresh={fresh} needs delay="round", got delay={delay!r}')
+    if merge > 0 and (delay == "round" or delay == 0):
+        raise ValueError(f"{name}: merge={merge} needs a delay in steps, got delay={delay!r}")

@@ -1,0 +1,199 @@
+"""The outer optimizer: how an anchor moves by the mean progress of the replicas.
+
+    L = penalty                              >= 1, divides a mean that arrives a round late
+    m = momentum * m + d / L                 d: the mean progress (x - y), a pseudo-gradient
+    m = clip(m)
+    x = x - lr * m                           heavy ball
+    x = x - lr * (d / L + momentum * m)      Nesterov
+
+`penalty="gap"` sets L = clamp(1 + |x_t - x_{t-1}| / |d|, 1, 8): how far the anchor has moved since
+the base of the late mean, in rounds of progress. CO2's paper divides by a staleness gap too, but
+its closed form could not be read there; this one is ours.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LARGEST_GAP = 8.0
+_NORM_MEMORY = 0.9  # of the average norm that clipping by norm compares with
+_MARGIN = 0.8  # settings are called stable up to this share of the exact limit
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Settings of the outer optimizer."""
+
+    lr: float = 1.0
+    """Share of the mean progress that is taken over. Lower it when the loss swings from round to
+    round, before lowering the inner learning rate."""
+    momentum: float = 0.0
+    """Raise it with the number of replicas; too high shows as a loss that overshoots after the
+    learning rate's warm-up."""
+    nesterov: bool = False
+    penalty: float | Literal["gap"] = 1.0
+    """Divides a mean that is a round old: a constant >= 1, or "gap". Raise it when the loss
+    diverges with an overlapped method and not with its blocking counterpart."""
+    clip: float | None = None
+    """Bound of the outer momentum; see clip_by. Lower it when single rounds throw the loss up."""
+    clip_by: Literal["norm", "value"] = "norm"
+    """norm: |m| <= clip * average |d| / (1 - momentum), free of units. value: each element within
+    +-clip, in units of the weights, as CO2's paper has it (its 1.0 almost never binds)."""
+    follow_lr: bool = False
+    """Keep the momentum in units of the inner learning rate, as SlowMo is published: when the
+    schedule lowers the rate, old momentum shrinks with it."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"outer_lr takes a number > 0, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"outer_momentum takes a number in [0, 1), got {self.momentum}")
+        if self.penalty != "gap" and not (
+            isinstance(self.penalty, int | float) and self.penalty >= 1
+        ):
+            raise ValueError(f'penalty takes a number >= 1 or "gap", got {self.penalty!r}')
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip takes a number > 0 or None, got {self.clip}")
+        if self.clip_by not in ("norm", "value"):
+            raise ValueError(f'clip_by takes "norm" or "value", got {self.clip_by!r}')
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs an outer_momentum > 0")
+
+
+class OuterState:
+    """The outer optimizer of one flat anchor: its momentum and a few scalars.
+
+    A step has two halves, so that a heavy ball's mean is used up - and its buffer free for the next
+    flight - before the anchor moves.
+    """
+
+    def __init__(self, settings: Outer, anchor: Tensor, *, always: bool) -> None:
+        self.settings = settings
+        keeps = always or settings.momentum > 0 or settings.clip is not None
+        self.momentum = torch.zeros_like(anchor) if keeps else None
+        self.moved = 0.0  # |x_t - x_{t-1}|
+        self.usual = 0.0  # average |d|
+        self.lr = 0.0  # the inner rate at the last round, 0 before the first
+        self.penalty = 1.0  # the one applied last
+
+    def absorb(self, mean: Tensor, inner_lr: float) -> None:
+        """The first half: penalty, momentum, clipping. `mean` is only read."""
+        s = self.settings
+        size = float(torch.linalg.vector_norm(mean))
+        self.penalty = self._penalty(size)
+        norm = 0.0
+        if self.momentum is not None:
+            self.momentum.mul_(s.momentum * self._rescale(inner_lr))
+            self.momentum.add_(mean, alpha=1 / self.penalty)
+            norm = self._clipped(size)
+        direct = size / self.penalty if s.nesterov or self.momentum is None else 0.0
+        carried = s.momentum * norm if s.nesterov else norm
+        self.moved = s.lr * (direct + carried)  # for Nesterov an upper bound
+
+    def move(self, anchor: Tensor, mean: Tensor | None = None) -> None:
+        """The second half. A heavy ball needs no mean any more, the others do."""
+        s = self.settings
+        if self.needs_mean:
+            assert mean is not None
+            anchor.sub_(mean, alpha=s.lr / self.penalty)
+        if self.momentum is not None:
+            anchor.sub_(self.momentum, alpha=s.lr * (s.momentum if s.nesterov else 1.0))
+
+    @property
+    def needs_mean(self) -> bool:
+        return self.settings.nesterov or self.momentum is None
+
+    def scalars(self) -> dict[str, float]:
+        return {"moved": self.moved, "usual": self.usual, "lr": self.lr, "penalty": self.penalty}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        self.moved, self.usual = state["moved"], state["usual"]
+        self.lr, self.penalty = state["lr"], state["penalty"]
+
+    def _penalty(self, size: float) -> float:
+        if self.settings.penalty != "gap":
+            return float(self.settings.penalty)
+        return min(_LARGEST_GAP, 1 + self.moved / (size + 1e-12)) if size > 0 else 1.0
+
+    def _rescale(self, inner_lr: float) -> float:
+        before, self.lr = self.lr, inner_lr
+        return inner_lr / before if self.settings.follow_lr and before > 0 else 1.0
+
+    def _clipped(self, size: float) -> float:
+        """Clips the momentum in place and returns its norm."""
+        s = self.settings
+        assert self.momentum is not None
+        self.usual = _NORM_MEMORY * self.usual + (1 - _NORM_MEMORY) * size if self.usual else size
+        if s.clip is not None and s.clip_by == "value":
+            self.momentum.clamp_(-s.clip, s.clip)
+        norm = float(torch.linalg.vector_norm(self.momentum))
+        if s.clip is None or s.clip_by == "value":
+            return norm
+        limit = s.clip * self.usual / (1 - s.momentum)
+        if norm > limit:
+            self.momentum.mul_(limit / norm)
+        return min(norm, limit)
+
+
+def largest_stable_lr(momentum: float, nesterov: bool, fresh: float) -> float:
+    """The outer lr / penalty below which rounds converge on a quadratic.
+
+    One mode, of which a round of inner steps removes the share rho: with k = lr rho / L the error
+    obeys e_{t+1} = (1 + b) e_t - b e_{t-1} - k a_t, where a_t = f e_t + (1 - f) e_{t-1} (f = fresh,
+    b = momentum) for heavy ball and (1 + b) a_t - b a_{t-1} with it for Nesterov. Stable if all
+    roots lie in the unit circle for every rho in (0, 1]; found by bisection on lr.
+    """
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if _stable(middle, momentum, nesterov, fresh):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _stable(lr: float, b: float, nesterov: bool, f: float) -> bool:
+    for k in lr * np.linspace(0.05, 1.0, 20):
+        drive = np.convolve([f, 1 - f], [1 + b, -b] if nesterov else [1, 0])  # e_t .. e_{t-2}
+        characteristic = np.array([1.0, -(1 + b), b, 0.0])
+        characteristic[1:] += k * drive
+        if np.abs(np.roots(characteristic)).max() >= 1:
+            return False
+    return True
+
+
+def stability_warning(settings: Outer, fresh: float) -> str | None:
+    """What to change when a round of delay makes these settings unstable; None if it does not."""
+    limit = _MARGIN * largest_stable_lr(settings.momentum, settings.nesterov, fresh)
+    penalty = _expected_penalty(settings)
+    if settings.lr / penalty <= limit * (1 + 1e-6):
+        return None
+    return (
+        f"outer_lr={settings.lr:g} with outer_momentum={settings.momentum:g} and a penalty of "
+        f"about {penalty:.2g} is beyond what a mean that arrives a round late allows with "
+        f"fresh={fresh:g}: rounds may swing or diverge. Within it: "
+        f"outer_lr <= {limit * penalty:.2g} at this momentum"
+        + _momentum_hint(settings, fresh, penalty)
+        + ", or fresh=1 (tw.Overlapped)"
+    )
+
+
+def _momentum_hint(settings: Outer, fresh: float, penalty: float) -> str:
+    for twentieths in range(math.floor(settings.momentum * 20), -1, -1):
+        momentum = twentieths / 20
+        nesterov = settings.nesterov and momentum > 0
+        if settings.lr / penalty <= _MARGIN * largest_stable_lr(momentum, nesterov, fresh):
+            return f", outer_momentum <= {momentum:.2g} at this outer_lr"
+    return ""
+
+
+def _expected_penalty(settings: Outer) -> float:
+    """The gap settles where L = 1 + lr / ((1 - momentum) L), if all rounds progress alike."""
+    if settings.penalty != "gap":
+        return float(settings.penalty)
+    return (1 + math.sqrt(1 + 4 * settings.lr / (1 - settings.momentum))) / 2

@@ -1,0 +1,461 @@
+"""The engine on real ranks against the sequential oracle, and the identities between methods."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.optim import local_oracle as oracle
+from tests.optim.local_oracle import Settings
+from thinwire.optim.outer import largest_stable_lr
+from thinwire.wire.codecs import ErrorFeedback, Int4
+
+NUMEL, LR = 50, 0.05
+
+
+def engine(settings: Settings, steps: int, replicas: int, **more: Any) -> tuple[Tensor, dict]:
+    """One rank's weights after `steps`, before any finish, and what its account says."""
+    tw.init()
+    weights = nn.Parameter(oracle.start_point(NUMEL))
+    inner = torch.optim.SGD([weights], lr=LR)
+    outer = tw.Outer(
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        penalty=settings.penalty,  # type: ignore[arg-type]
+        clip=settings.clip,
+        clip_by=settings.clip_by,  # type: ignore[arg-type]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = tw.LocalUpdates(
+            inner,
+            every=settings.every,
+            delay=settings.delay,  # type: ignore[arg-type]
+            fresh=settings.fresh,
+            merge=settings.merge,
+            outer=outer,
+            **more,
+        )
+    gradient = oracle.quadratic(replicas, NUMEL)
+    rank = optimizer.wire.rank
+    for step in range(1, steps + 1):
+        weights.grad = gradient(rank, step, weights.detach())
+        optimizer.step()
+    return weights.detach().clone(), optimizer.account.snapshot()
+
+
+CASES = {
+    "averaging": Settings(every=5),
+    "slowmo": Settings(every=4, momentum=0.5),
+    "diloco": Settings(every=6, lr=0.7, momentum=0.9, nesterov=True),
+    "streaming": Settings(every=6, delay=2, merge=0.5, lr=0.4, momentum=0.9, nesterov=True),
+    "delayed, no merge": Settings(every=6, delay=5),
+    "co2": Settings(every=4, delay="round", momentum=0.2, penalty="gap", clip=2.0),
+    "co2 clipped by value": Settings(
+        every=4, delay="round", momentum=0.2, clip=0.05, clip_by="value"
+    ),
+    "co2 constant": Settings(every=4, delay="round", momentum=0.5, penalty=2.0),
+    "co2 without momentum": Settings(every=4, delay="round", lr=0.5),
+    "late nesterov": Settings(every=4, delay="round", lr=0.2, momentum=0.5, nesterov=True),
+    "eager": Settings(every=4, delay="round", fresh=1 / 3, lr=0.4, momentum=0.9, nesterov=True),
+    "overlapped": Settings(every=4, delay="round", fresh=1.0, momentum=0.5),
+    "cocod": Settings(every=4, delay="round", fresh=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_equals_the_oracle(ranks, name: str) -> None:
+    settings, steps, replicas = CASES[name], 31, 3
+    answers = ranks(replicas, engine, settings, steps, replicas)
+    expected, _ = oracle.run(
+        oracle.start_point(NUMEL), oracle.quadratic(replicas, NUMEL), replicas, steps, LR, settings
+    )
+    for (weights, _), wanted in zip(answers, expected, strict=True):
+        torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
+    transfers = [account["transfers"] for _, account in answers]
+    assert len(set(transfers)) == 1, "ranks disagree on how often they sent"
+    # one for each round, and one small reduction for the check of the start
+    assert transfers[0] >= steps // settings.every > 0
+
+
+def outer_momentum_bound(clip_by: str, clip: float) -> tuple[float, float]:
+    tw.init()
+    weights = nn.Parameter(torch.zeros(10))
+    optimizer = tw.CO2(
+        torch.optim.SGD([weights], lr=1.0),
+        every=1,
+        clip=clip,
+        clip_by=clip_by,  # type: ignore[arg-type]
+        penalty=2.0,
+    )
+    largest = norm = 0.0
+    for step in range(12):
+        # A burst: one round is a hundred times larger than the others.
+        weights.grad = torch.full((10,), 100.0 if step == 6 else 1.0)
+        optimizer.step()
+        momentum = optimizer.fragments[0].outer.momentum
+        assert momentum is not None
+        largest = max(largest, float(momentum.abs().max()))
+        norm = max(norm, float(momentum.norm()))
+    return largest, norm
+
+
+def test_clipping_changes_the_momentum_when_it_must(ranks) -> None:
+    """CO2's released code drops the result of its clamp: here the bound must hold and bind."""
+    for largest, _ in ranks(2, outer_momentum_bound, "value", 0.3):
+        assert largest == pytest.approx(0.3)
+    for _, norm in ranks(2, outer_momentum_bound, "norm", 2.0):
+        # |d| is about 3.2 but for the burst of 316, whose own share of the average is a tenth
+        assert norm <= 2.0 * (0.9 * 3.3 + 0.1 * 320) / 0.8
+
+
+def test_fresh_1_follows_the_blocking_method_on_average() -> None:
+    """Gradients linear in the weights: the mean over replicas obeys SlowMo's recursion exactly."""
+    replicas, every, rounds = 4, 3, 8
+    gradient = oracle.quadratic(replicas, NUMEL)
+    start = oracle.start_point(NUMEL)
+    late = Settings(every=every, delay="round", fresh=1.0, momentum=0.5)
+    blocking = Settings(every=every, momentum=0.5)
+    for count in range(1, rounds + 1):
+        fresh, _ = oracle.run(start, gradient, replicas, every * count, LR, late)
+        slowmo, _ = oracle.run(start, gradient, replicas, every * count, LR, blocking)
+        torch.testing.assert_close(
+            oracle.mean(fresh), slowmo[0], rtol=1e-4, atol=1e-5, msg=f"round {count}"
+        )
+
+
+def test_cocod_is_fresh_1_without_momentum() -> None:
+    """x_i <- mean_j x_j,t + (y_i - x_i,t), written out."""
+    replicas, every = 3, 4
+    gradient = oracle.quadratic(replicas, NUMEL)
+    start = oracle.start_point(NUMEL)
+    x = [start.clone() for _ in range(replicas)]
+    for step in range(1, 25, every):
+        y = list(x)
+        for inner in range(step, step + every):
+            y = [y[i] - LR * gradient(i, inner, y[i]) for i in range(replicas)]
+        centre = oracle.mean(x)
+        x = [centre + (y[i] - x[i]) for i in range(replicas)]
+    settings = Settings(every=every, delay="round", fresh=1.0)
+    expected, _ = oracle.run(start, gradient, replicas, 24, LR, settings)
+    for ours, wanted in zip(x, expected, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "converges"), [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize("momentum", [0.0, 0.2, 0.5])
+def test_the_stability_limit_of_a_stale_mean(share: float, converges: bool, momentum: float):
+    """On a quadratic whose round removes the whole error the limit is 1 - momentum, no more."""
+    limit = largest_stable_lr(momentum, False, 0.0)
+    assert limit == pytest.approx(1 - momentum, abs=1e-6)
+    settings = Settings(every=1, delay="round", lr=share * limit, momentum=momentum)
+
+    def gradient(replica: int, step: int, weights: Tensor) -> Tensor:
+        return weights  # with an inner lr of 1, one step removes everything
+
+    last, _ = oracle.run(torch.ones(3), gradient, 2, 400, 1.0, settings)
+    assert (float(last[0].norm()) < 1e-2) == converges
+
+
+def test_known_limits_of_stability() -> None:
+    assert largest_stable_lr(0.5, False, 1.0) == pytest.approx(2 * 1.5, abs=1e-6)  # synchronous
+    assert largest_stable_lr(0.9, True, 0.0) < 0.7, "a late DiLoCo is known to be unstable"
+
+
+def test_unstable_settings_are_warned_of_once_with_values_that_work() -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"outer_lr <= 0\.64") as caught:
+        tw.CO2(inner, penalty=1.0)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tw.CO2(inner)
+        tw.CO2(inner, penalty=1.0, outer_lr=0.64)
+        tw.Overlapped(inner)
+
+
+def coded(settings: Settings, steps: int, replicas: int) -> tuple[Tensor, dict]:
+    return engine(settings, steps, replicas, codec=ErrorFeedback(Int4()))
+
+
+def test_a_coarse_codec_with_error_feedback_stays_near_the_dense_run(ranks) -> None:
+    settings = CASES["overlapped"]
+    expected, _ = oracle.run(
+        oracle.start_point(NUMEL), oracle.quadratic(2, NUMEL), 2, 40, LR, settings
+    )
+    for (weights, _), wanted in zip(ranks(2, coded, settings, 40, 2), expected, strict=True):
+        assert float((weights - wanted).norm()) < 0.1 * float(wanted.norm())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1)
+        )
+
+    def loss(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 6, generator=generator)
+        return (self.layers(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def build(kind: str, **more: Any) -> tuple[Net, tw.LocalUpdates]:
+    torch.manual_seed(0)
+    net = Net()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    preset = getattr(tw, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return net, preset(inner, buffers=net.buffers(), **more)
+
+
+def steps_of(net: Net, optimizer: tw.LocalUpdates, first: int, last: int) -> None:
+    for step in range(first, last):
+        net.loss(1000 * step + optimizer.wire.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "LocalSGD": {"every": 4},
+    "SlowMo": {"every": 4},
+    "DiLoCo": {"every": 4},
+    "StreamingDiLoCo": {"every": 6, "fragments": 3, "delay": 1},
+    "CO2": {"every": 4, "codec": ErrorFeedback(Int4())},
+    "Eager": {"every": 4},
+    "Overlapped": {"every": 4, "fragments": 2, "codec": ErrorFeedback(Int4())},
+}
+
+
+def resumed(kind: str, settings: dict[str, Any], stop: int, end: int) -> tuple[bool, bool, bool]:
+    """Straight through against saved mid-round, with a flight in the air, and resumed."""
+    tw.init()
+    net, optimizer = build(kind, **settings)
+    steps_of(net, optimizer, 0, stop)
+    saved = {k: v.clone() for k, v in net.state_dict().items()}, optimizer.state_dict()
+    buffer_copy = _deep_clone(saved[1])
+    steps_of(net, optimizer, stop, end)
+
+    again, second = build(kind, **settings)
+    again.load_state_dict(saved[0])
+    second.load_state_dict(buffer_copy)
+    steps_of(again, second, stop, end)
+    same = all(torch.equal(a, b) for a, b in _pairs(net, again))
+    optimizer.finish()
+    second.finish()
+    equal = all(torch.equal(a, b) for a, b in _pairs(net, again))
+    digests = optimizer.wire.gather_bytes(tw.wire.agreement.digest(net.parameters()))
+    return same, equal, len(set(digests)) == 1
+
+
+def _pairs(a: nn.Module, b: nn.Module):
+    return zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+
+
+def _deep_clone(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {k: _deep_clone(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_deep_clone(v) for v in tree)
+    return tree
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_resume_mid_round_with_a_flight_in_the_air_is_bit_exact(ranks, kind: str) -> None:
+    for same, finished, equal in ranks(2, resumed, kind, PRESETS[kind], 9, 21):
+        assert same
+        assert finished
+        assert equal, "finish() must leave all replicas equal"
+
+
+def regrown(kind: str, settings: dict[str, Any], saved: list[Any]) -> tuple[float, Any]:
+    """Two replicas' states taken up by whatever number of replicas runs this."""
+    tw.init()
+    net, optimizer = build(kind, **settings)
+    if not saved:
+        steps_of(net, optimizer, 0, 9)
+        return 0.0, (net.state_dict(), _deep_clone(optimizer.state_dict()))
+    weights, state = saved[optimizer.wire.rank % len(saved)]
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    steps_of(net, optimizer, 9, 21)
+    with optimizer.consensus():
+        loss = float(net.loss(5).detach())
+    return loss, None
+
+
+@pytest.mark.parametrize("kind", ["CO2", "Overlapped"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_resume_with_another_number_of_replicas(ranks, kind: str, replicas: int) -> None:
+    saved = [state for _, state in ranks(2, regrown, kind, PRESETS[kind], [])]
+    losses = [loss for loss, _ in ranks(replicas, regrown, kind, PRESETS[kind], saved)]
+    assert len(set(losses)) == 1, "inside consensus() all replicas hold the same model"
+    straight = 6.0  # the loss at the start is above 6
+    assert losses[0] < straight
+
+
+def consensus_case() -> tuple[bool, bool, list[bytes]]:
+    tw.init()
+    net, optimizer = build("Overlapped", every=4)
+    steps_of(net, optimizer, 0, 6)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    own = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    mean = optimizer.wire.mean(own.clone()).wait()
+    with optimizer.consensus():
+        inside = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+        digest = tw.wire.agreement.digest([*net.parameters(), *net.buffers()])
+        digests = optimizer.wire.gather_bytes(digest)
+    restored = all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    return torch.equal(inside, mean), restored, digests
+
+
+def test_consensus_holds_the_mean_and_gives_the_own_weights_back(ranks) -> None:
+    for is_mean, restored, digests in ranks(3, consensus_case):
+        assert is_mean
+        assert restored
+        assert len(set(digests)) == 1
+
+
+def buffer_case(kind: str) -> list[Tensor]:
+    tw.init()
+    net, optimizer = build(kind, every=4)
+    steps_of(net, optimizer, 0, 12)
+    optimizer.finish()
+    return [b.clone() for b in net.buffers()]
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "Overlapped"])
+def test_batch_norm_statistics_travel_with_the_rounds(ranks, kind: str) -> None:
+    first, second = ranks(2, buffer_case, kind)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def bf16_case() -> tuple[Tensor, int]:
+    tw.init()
+    weights = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    optimizer = tw.Overlapped(torch.optim.SGD([weights], lr=1e-2), every=2)
+    for _ in range(40):
+        weights.grad = torch.full_like(weights, 0.3)
+        optimizer.step()
+    anchor = optimizer.fragments[0].anchor
+    assert anchor.dtype == torch.float32
+    return anchor.clone(), optimizer.outer_bytes
+
+
+def test_bf16_weights_keep_an_fp32_anchor(ranks) -> None:
+    """Steps of 0.003 are below the spacing of bf16 above 1: only the anchor can add them up."""
+    for anchor, nbytes in ranks(2, bf16_case):
+        assert float(anchor.mean()) < 0.97
+        assert nbytes == 16 * 1000
+
+
+def memory_case() -> dict[str, float]:
+    tw.init()
+    weights = nn.Parameter(torch.zeros(1000))
+    inner = torch.optim.SGD([weights], lr=0.1)
+    kinds = {"CO2": 12, "Overlapped": 16}
+    return {kind: getattr(tw, kind)(inner).outer_bytes / 1000 for kind in kinds}
+
+
+def test_outer_state_takes_12_and_16_bytes_per_parameter(ranks) -> None:
+    for sizes in ranks(2, memory_case):
+        assert sizes == {"CO2": 12.0, "Overlapped": 16.0}
+
+
+def untouched_case() -> tuple[bool, int]:
+    """The payload is private: training between launch and landing must not change it."""
+    tw.init()
+    weights = nn.Parameter(torch.zeros(5))
+    optimizer = tw.CO2(torch.optim.SGD([weights], lr=1.0), every=3)
+    sent = None
+    for step in range(1, 6):
+        weights.grad = torch.full((5,), float(optimizer.wire.rank + 1))
+        optimizer.step()
+        if step == 3:
+            flight = optimizer.fragments[0].flight
+            assert flight is not None
+            sent = flight.wait().clone()  # landing early changes nothing
+    assert sent is not None
+    flight = optimizer.fragments[0].flight
+    assert flight is not None
+    return torch.equal(flight.wait(), sent), optimizer.account.transfers
+
+
+def test_the_payload_is_not_written_between_launch_and_landing(ranks) -> None:
+    for same, transfers in ranks(2, untouched_case):
+        assert same
+        assert transfers > 0
+
+
+def poisoned_case(kind: str) -> tuple[bool, float, int]:
+    tw.init()
+    weights = nn.Parameter(torch.ones(20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = getattr(tw, kind)(torch.optim.SGD([weights], lr=0.1), every=2)
+    for step in range(20):
+        weights.grad = weights.detach().clone()
+        if step == 7 and optimizer.wire.rank == 1:
+            weights.grad[3] = float("nan")
+        optimizer.step()
+    optimizer.finish()
+    finite = bool(torch.isfinite(weights).all())
+    return finite, float(weights.detach().norm()), int(optimizer.account.skipped)
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "CO2", "Overlapped"])
+def test_one_replicas_nan_is_dropped_by_all_and_never_spreads(ranks, kind: str) -> None:
+    answers = ranks(2, poisoned_case, kind)
+    assert [skipped for _, _, skipped in answers] == [1, 1]
+    for finite, norm, _ in answers:
+        assert finite
+        assert norm < 4.47, "training must have gone on"
+
+
+BAD = [
+    ({"every": 0}, "every takes"),
+    ({"every": 4, "delay": 4}, "longer than"),
+    ({"every": 4, "delay": -1}, "delay takes"),
+    ({"every": 4, "fragments": 3}, "do not divide|fragments takes"),
+    ({"every": 4, "fresh": 1.5, "delay": "round"}, "fresh takes"),
+    ({"every": 4, "fresh": 0.5}, "needs delay"),
+    ({"every": 4, "merge": 0.5}, "needs a delay in steps"),
+    ({"every": 4, "fragments": 9}, "fragments takes"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        tw.LocalUpdates(inner, **settings)
+
+
+def test_bad_outer_settings_are_refused() -> None:
+    for settings in ({"lr": 0}, {"momentum": 1.0}, {"penalty": 0.5}, {"penalty": "x"}, {"clip": 0}):
+        with pytest.raises(ValueError, match="takes"):
+            tw.Outer(**settings)  # type: ignore[arg-type]
+
+
+def different_start() -> str:
+    tw.init()
+    weights = nn.Parameter(torch.full((4,), float(tw.Wire().rank == 2)))
+    optimizer = tw.CO2(torch.optim.SGD([weights], lr=0.1))
+    weights.grad = torch.zeros(4)
+    with pytest.raises(ValueError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_replicas_that_start_apart_are_named(ranks) -> None:
+    for message in ranks(3, different_start):
+        assert "ranks 0, 1" in message
+        assert "rank 2" in message
