@@ -37,8 +37,7 @@ def compressed_mean(
     received = torch.empty_like(sent)
     finish(collectives.all_to_all(received, sent, group))
 
-    own = max(0, min(flat.numel() - rank * part, part))  # values of this rank's part, padding out
-    mean = _decoded_mean(plain, received, part, own)
+    mean = _decoded_mean(plain, received, part, own_part(plain, flat.numel(), size, rank))
     encoded = _encode(codec, mean, 1, part, side="owner")  # (1, bytes)
     started = collectives.all_gather(received, encoded, group)
 
@@ -46,6 +45,12 @@ def compressed_mean(
         plain.decode(received, part, flat)
 
     return started, land
+
+
+def own_part(codec: Codec, numel: int, size: int, rank: int) -> int:
+    """How many of `numel` values rank `rank` owns, padding left out."""
+    part = codec.part(numel, size)
+    return max(0, min(numel - rank * part, part))
 
 
 def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, side: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Flight: a transfer in the air. `wait()` lands it and is the only place that blocks."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -22,6 +23,7 @@ class Flight:
         self._launched_step = account.steps
         self._arrival: Future[float] | None = None  # the clock when the result was in place
         self._settled = False
+        self._release: Callable[[], None] | None = None
         self._finite: bool | None = None
         self.seconds = 0.0
         """Time in the air, once landed."""
@@ -30,15 +32,19 @@ class Flight:
         """Blocks until the result is in the buffer, and returns it. May be called again."""
         if not self._settled:
             start = time.perf_counter()
-            arrived = start if self._arrival is None else self._arrival.result()
+            # A flight that never left (a world of one, an empty payload) was not in the air.
+            arrived = self.launched_at if self._arrival is None else self._arrival.result()
             self._settled = True
             self.seconds = max(0.0, arrived - self.launched_at)
             self._account.landed(
                 flown=self.seconds,
-                waited=time.perf_counter() - start,
+                waited=0.0 if self._arrival is None else time.perf_counter() - start,
                 lag=self.lag,
             )
             self._arrival = None
+            if self._release is not None:
+                self._release()
+                self._release = None
         return self._buffer
 
     @property
@@ -69,6 +75,9 @@ class Flight:
         # The lander has synchronised its stream before it sets the future: once it is done the
         # data are in place for every stream, and no event needs to be waited for.
         self._arrival = arrival
+
+    def _when_settled(self, release: Callable[[], None]) -> None:
+        self._release = release
 
 
 def all_finite(values: torch.Tensor) -> bool:

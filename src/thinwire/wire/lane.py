@@ -36,6 +36,13 @@ class Lane:
         if self._thread is not None:
             self._jobs.put(None)
 
+    def join(self, timeout: float) -> bool:
+        """Whether the thread of a closed lane has ended within so many seconds."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
             future, job = entry

@@ -12,19 +12,27 @@ each peer and direction: a message that is late must not hold up the news of ano
 [Note: streams] With CUDA the lanes work on a side stream of the wire. It starts after the caller's
 stream has produced the payload (an event recorded at the call) and the lander synchronises it
 before it reports. The flight holds every buffer until then, so the allocator can not reuse them.
+
+[Note: exit] A process must end although its group is broken or a flight is in the air, but the
+destructor of a gloo group waits for its transfers, and for a peer that is frozen it would wait for
+ever. Such a group is never destroyed.
 """
 
+import atexit
+import ctypes
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import PeerLost
@@ -32,9 +40,10 @@ from thinwire.wire import collectives, world
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
 from thinwire.wire.codecs.base import require_flat
-from thinwire.wire.collectives import Started
-from thinwire.wire.compressed_mean import compressed_mean
+from thinwire.wire.collectives import Part, Started, TransferError
+from thinwire.wire.compressed_mean import compressed_mean, own_part
 from thinwire.wire.flight import Flight, all_finite
+from thinwire.wire.heartbeat import Heartbeat
 from thinwire.wire.lane import Lane
 
 AnyCodec = Codec | ErrorFeedback
@@ -43,10 +52,12 @@ Land = Callable[[], None]
 # An issuing job gets the buffer where the group can carry it and returns what it has started,
 # with what is left to do once that has arrived.
 Issue = Callable[[Tensor], tuple[Started, Land]]
+Late = Callable[[], dict[int, str]]  # who has not done its part, found out when time is up
 
 _REDUCTIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 _ASSUMED_RATE = 12_500.0  # bytes/s (0.1 Mbit/s) until a flight has been timed
 _PATIENCE = 8.0  # a transfer may take this many times what the measured rate predicts
+_EXIT_PATIENCE = 10.0  # seconds an exit waits for flights that nobody has landed
 
 
 class Wire:
@@ -69,10 +80,17 @@ class Wire:
         account: Account | None = None,
         timeout: float | None = None,
     ) -> None:
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise ValueError(f"Wire(timeout=...) takes seconds > 0, got {timeout!r}")
         self.world = world.current()
         self.account = account or Account()
         self.name = name
         self.ranks = _ranks_of(group, self.world.size)
+        if self.world.rank not in self.ranks:
+            raise ValueError(
+                f"this is rank {self.world.rank}, no member of the group of ranks {self.ranks}; "
+                "make a wire only where its group includes the rank"
+            )
         self.size = len(self.ranks)
         self.rank = self.ranks.index(self.world.rank)
         self.timeout = timeout or self.world.timeout
@@ -81,24 +99,36 @@ class Wire:
             self.group = dist.new_group(
                 self.ranks, timeout=world.NEVER, use_local_synchronization=True
             )
+        self._key = f"{name}:{self.group.group_name[:8]}" if self.group is not None else name
         self._issuer = Lane(f"{name}-issue")
         self._landers: dict[str, Lane] = {}
         self._stream: torch.cuda.Stream | None = None
         self._rate = _ASSUMED_RATE
         self._timed = False
-        self._broken: PeerLost | None = None
+        self._closed = False
+        self._broken: Exception | None = None
+        self._breaking = threading.Lock()
+        _wires.add(self)
 
     # -- transfers --------------------------------------------------------------------------------
 
     def mean(self, flat: Tensor, codec: AnyCodec | None = None) -> Flight:
         """The mean of `flat` over the ranks, into `flat`, the same bits everywhere."""
-        codec = _checked(codec)
+        self._require_open()
         require_flat(flat)
+        codec = _checked(codec, flat)
         if self.group is None or flat.numel() == 0:
             return Flight(flat, self.account)
         if isinstance(codec, Dense) and codec.summable:
-            return self._launch(flat, lambda buffer: self._dense_mean(buffer))
-        return self._launch(flat, lambda buffer: self._two_phase_mean(buffer, codec))
+            return self._launch(flat, lambda buffer: self._dense_mean(buffer, codec.dtype))
+        if isinstance(codec, ErrorFeedback):
+            # Refused here, where all ranks are at the same call, and not in a lane, where it would
+            # depend on what has arrived.
+            codec.take_off(flat.numel(), own_part(codec.codec, flat.numel(), self.size, self.rank))
+        flight = self._launch(flat, lambda buffer: self._two_phase_mean(buffer, codec))
+        if isinstance(codec, ErrorFeedback):
+            flight._when_settled(codec.touch_down)
+        return flight
 
     def exchange(
         self,
@@ -113,8 +143,9 @@ class Wire:
         `own` is 1 - sum(weights). Neighbours are ranks of the group; each of them must name this
         rank among its own. Terms are added in rank order, so a symmetric graph is reproducible.
         """
-        codec = codec or Dense()
+        self._require_open()
         require_flat(flat)
+        use = _stateless(codec, flat)
         if len(neighbours) != len(weights):
             raise ValueError(f"exchange got {len(neighbours)} neighbours, {len(weights)} weights")
         bad = [peer for peer in neighbours if not 0 <= peer < self.size or peer == self.rank]
@@ -123,25 +154,31 @@ class Wire:
                 f"exchange takes distinct ranks of 0..{self.size - 1} other than {self.rank}, "
                 f"got {list(neighbours)}"
             )
-        if not neighbours:
+        if not neighbours or flat.numel() == 0:
             return Flight(flat, self.account)
         pairs = sorted(zip(neighbours, weights, strict=True))
-        return self._launch(flat, lambda buffer: self._exchange(buffer, pairs, codec))
+        return self._launch(flat, lambda buffer: self._exchange(buffer, pairs, use))
 
     def send(self, flat: Tensor, to: int, *, codec: Codec | None = None) -> Flight:
         """Sends to one rank of the group, which must call `recv`. Lands when the buffer is free."""
+        self._require_open()
         require_flat(flat)
         self._require_peer(to)
-        use = codec or Dense(flat.dtype)
-        return self._launch(flat, lambda buffer: self._send(buffer, to, use), lane=f"to {to}")
+        use = _stateless(codec, flat)
+        if flat.numel() == 0:
+            return Flight(flat, self.account)
+        return self._launch(flat, lambda buffer: self._send(buffer, to, use), peer=to, lane="to")
 
     def recv(self, flat: Tensor, source: int, *, codec: Codec | None = None) -> Flight:
         """Receives what rank `source` sends, into `flat`; the same length and codec there."""
+        self._require_open()
         require_flat(flat)
         self._require_peer(source)
-        use = codec or Dense(flat.dtype)
+        use = _stateless(codec, flat)
+        if flat.numel() == 0:
+            return Flight(flat, self.account)
         return self._launch(
-            flat, lambda buffer: self._recv(buffer, source, use), lane=f"from {source}"
+            flat, lambda buffer: self._recv(buffer, source, use), peer=source, lane="from"
         )
 
     def agree(
@@ -152,6 +189,9 @@ class Wire:
 
     def poll(self, values: Sequence[float], how: Literal["max", "min", "sum"] = "max") -> Flight:
         """`agree` without the wait: a flight of float64 numbers."""
+        self._require_open()
+        if how not in _REDUCTIONS:
+            raise ValueError(f"agree takes one of {', '.join(_REDUCTIONS)}, got {how!r}")
         flat = torch.tensor(list(values), dtype=torch.float64)
         if self.group is None or not values:
             return Flight(flat, self.account)
@@ -159,6 +199,7 @@ class Wire:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
+        self._require_open()
         if self.group is None:
             return [payload]
         width = int(self.agree([len(payload)])[0])
@@ -167,23 +208,22 @@ class Wire:
         own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         rows = torch.empty(self.size, own.numel(), dtype=torch.uint8)
         self._launch(rows, lambda buffer: self._gather(buffer, own)).wait()
-        return [
-            bytes(row[8 : 8 + int.from_bytes(bytes(row[:8].tolist()), "little")].tolist())
-            for row in rows
-        ]
+        texts = [row.numpy().tobytes() for row in rows]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def watch(
-        self, works: list[Work], buffer: Tensor, then: Callable[[Tensor], Tensor]
+        self, parts: list[Part], buffer: Tensor, then: Callable[[Tensor], Tensor]
     ) -> "torch.futures.Future[Tensor]":
         """Looks after a collective that somebody else (DDP) issued on this wire's group.
 
         The future gets `then(buffer)`, or the error that names a lost peer.
         """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
+        number = self._number()
 
         def settle() -> None:
             try:
-                self._finish((works, buffer.nbytes), buffer.nbytes)
+                self._finish((parts, buffer.nbytes), buffer.nbytes, lambda: self._late(number))
                 future.set_result(then(buffer))
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
@@ -194,7 +234,7 @@ class Wire:
     @property
     def lost(self) -> PeerLost | None:
         """The error that ended this wire; None while it works."""
-        return self._broken
+        return self._broken if isinstance(self._broken, PeerLost) else None
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -202,18 +242,29 @@ class Wire:
 
     def close(self) -> None:
         """Ends the lanes and leaves the group; all flights must have landed."""
-        for lane in (self._issuer, *self._landers.values()):
+        self._closed = True
+        for lane in self._lanes():
             lane.close()
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        if self.group is not None:
+            if self.world.heartbeat is not None:
+                self.world.heartbeat.forget(self._key)
+            if dist.is_initialized():
+                dist.destroy_process_group(self.group)
         self.group = None
 
     # -- issuing jobs: run in the issuing lane ----------------------------------------------------
 
-    def _dense_mean(self, buffer: Tensor) -> tuple[Started, Land]:
+    def _dense_mean(self, buffer: Tensor, dtype: torch.dtype) -> tuple[Started, Land]:
         assert self.group is not None
-        started = collectives.all_reduce(buffer, self.group, dist.ReduceOp.SUM)
-        return started, lambda: _into(buffer.div_(self.size))
+        sums = buffer.to(dtype)  # itself, when it travels as it is
+        started = collectives.all_reduce(sums, self.group, dist.ReduceOp.SUM)
+
+        def land() -> None:
+            sums.div_(self.size)
+            if sums is not buffer:
+                buffer.copy_(sums)
+
+        return started, land
 
     def _two_phase_mean(self, buffer: Tensor, codec: AnyCodec) -> tuple[Started, Land]:
         assert self.group is not None
@@ -275,13 +326,19 @@ class Wire:
 
     # -- the two lanes ----------------------------------------------------------------------------
 
-    def _launch(self, flat: Tensor, issue: Issue, *, lane: str = "collective") -> Flight:
+    def _launch(
+        self, flat: Tensor, issue: Issue, *, peer: int | None = None, lane: str = "collective"
+    ) -> Flight:
+        """`peer` is the other end of a message; without one all ranks of the group take part."""
         flight = Flight(flat, self.account)
         self.account.launched()
         ready = self._payload_ready(flat)
+        key = lane if peer is None else f"{lane} {peer}"
+        number = self._number() if peer is None else 0
+        late = (lambda: self._late(number)) if peer is None else (lambda: self._late_peer(peer))
         issued = self._issuer.submit(lambda: self._issue(flat, ready, issue))
         flight._lands_with(
-            self._lander(lane).submit(lambda: self._land(flat, issued, flight.launched_at))
+            self._lander(key).submit(lambda: self._land(flat, issued, flight.launched_at, late))
         )
         return flight
 
@@ -290,18 +347,25 @@ class Wire:
             self._landers[key] = Lane(f"{self.name}-land-{key}")
         return self._landers[key]
 
+    def _lanes(self) -> list[Lane]:
+        return [self._issuer, *self._landers.values()]
+
     def _issue(
         self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue
     ) -> tuple[Started, Land, Tensor]:
-        if self._broken is not None:
-            raise self._broken
+        self._require_whole()
         assert self.group is not None
-        with self._on_stream(flat, ready):
-            buffer = flat.to(collectives.transport_device(flat, self.group))
-            try:
+        carrier = collectives.transport_device(flat, self.group, self.world.device)
+        try:
+            with self._on_stream(flat, carrier, ready):
+                buffer = flat.to(carrier)
                 started, land = issue(buffer)
-            except RuntimeError as error:
-                raise self._failure(error) from error
+        except TransferError as error:
+            raise self._failure(str(error)) from error
+        except Exception as error:
+            # The other ranks go on without this transfer: nothing after it would match.
+            self._break(error)
+            raise
         self.account.sent(started[1])
         return started, land, buffer
 
@@ -310,47 +374,109 @@ class Wire:
         flat: Tensor,
         issued: "Future[tuple[Started, Land, Tensor]]",
         launched_at: float,
+        late: Late,
     ) -> float:
         started, land, buffer = issued.result()
-        with self._on_stream(flat, None):
-            self._finish(started, flat.nbytes)
+        with self._on_stream(flat, buffer.device, None) as stream:
+            self._finish(started, flat.nbytes, late)
             land()
             if buffer is not flat and buffer.data_ptr() != flat.data_ptr():
                 flat.copy_(buffer)
-            if flat.is_cuda:
-                torch.cuda.current_stream(flat.device).synchronize()
+            if stream is not None:
+                torch.cuda.current_stream().synchronize()
         arrived = time.perf_counter()
         self._time(started[1], arrived - launched_at)
         return arrived
 
     def _finish_phase(self, started: Started) -> None:
         """An inner phase: counted here, since the flight's launch counts the last one only."""
-        self._finish(started, started[1])
+        self._finish(started, started[1], lambda: self._late(0))
         self.account.sent(started[1])
 
-    def _finish(self, started: Started, nbytes: int) -> None:
-        """Waits, looking after the peers whenever a timeout passes without an arrival."""
-        deadline = time.monotonic() + self.timeout + _PATIENCE * nbytes / self._rate
-        for work in started[0]:
-            while True:
-                try:
-                    work.wait(timedelta(seconds=self.timeout))
-                    break
-                except RuntimeError as error:
-                    if not self._may_be_slow(error) or time.monotonic() > deadline:
-                        raise self._failure(error) from error
+    def _finish(self, started: Started, nbytes: int, late: Late) -> None:
+        """Waits for the parts, looking after the peers once that takes long."""
+        began = time.monotonic()
+        limit = self.timeout + _PATIENCE * nbytes / self._rate
+        heart = self.world.heartbeat
+        assert heart is not None
+        for part in started[0]:
+            try:
+                if not part.arrives(within=max(0.0, self.timeout - heart.grace)):
+                    self._outlast(part, heart, began, limit, late)
+            except RuntimeError as error:
+                raise self._failure(str(error)) from error
 
-    def _may_be_slow(self, error: RuntimeError) -> bool:
-        """Whether this is only the end of one wait, with every peer alive."""
-        if "timed out" not in str(error).lower() or self.world.heartbeat is None:
-            return False
-        return not self.world.heartbeat.suspects(self.ranks)
+    def _outlast(
+        self, part: Part, heart: Heartbeat, began: float, limit: float, late: Late
+    ) -> None:
+        """A slow link is waited for up to the limit, a lost peer no longer than it is silent."""
+        with heart.watch(self.ranks) as watch:
+            while not part.arrives(within=heart.interval):
+                waited = time.monotonic() - began
+                if lost := watch.lost():
+                    raise self._failure(f"no arrival for {waited:.1f} s", lost)
+                if waited > limit:
+                    raise self._failure(f"no arrival for {waited:.1f} s", late())
 
-    def _failure(self, error: RuntimeError) -> PeerLost:
-        if self._broken is None:
-            cause = str(error).strip().split("\n")[-1][:200]
-            self._broken = self.world.lost(self.ranks, f"{self.name}: {cause}")
-        return self._broken
+    def _number(self) -> int:
+        """Counts a transfer that all ranks begin, so that the others can tell who has not."""
+        heart = self.world.heartbeat
+        return heart.begun(self._key) if heart is not None else 0
+
+    def _late(self, number: int) -> dict[int, str]:
+        """Who answers, but has not come to this transfer."""
+        assert self.world.heartbeat is not None
+        beats = self.world.heartbeat.beats()
+        behind = {}
+        for rank in self.ranks:
+            beat = beats.get(rank)
+            if beat is not None and beat.issued.get(self._key, 0) < number:
+                behind[rank] = (
+                    f"on {beat.host}, answers, but after {beat.note!r} it has not come to "
+                    f"transfer {number} of {self.name!r}"
+                )
+        return behind
+
+    def _late_peer(self, peer: int) -> dict[int, str]:
+        """The other end of a message answers, but does not take or send it."""
+        assert self.world.heartbeat is not None
+        rank = self.ranks[peer]
+        beat = self.world.heartbeat.beats().get(rank)
+        doing = f"on {beat.host}, answers after {beat.note!r}, but" if beat is not None else "it"
+        return {rank: f"{doing} did not do its part of a message"}
+
+    def _failure(self, cause: str, suspects: Mapping[int, str] | None = None) -> PeerLost:
+        """The error of this wire from now on: the first is the one that names who went first."""
+        with self._breaking:
+            if self._broken is None:
+                cause = cause.strip().split("\n")[-1][:200]
+                self._break(self.world.lost(self.ranks, f"{self.name}: {cause}", suspects=suspects))
+        return PeerLost(str(self._broken))
+
+    def _break(self, error: Exception) -> None:
+        self._broken = error
+        _keep(self.group)
+
+    def _require_whole(self) -> None:
+        if isinstance(self._broken, PeerLost):
+            raise PeerLost(str(self._broken))
+        if self._broken is not None:
+            raise RuntimeError(
+                f"wire {self.name!r} is out of step with its peers since an earlier transfer "
+                f"failed here: {self._broken}"
+            ) from self._broken
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"wire {self.name!r} is closed")
+
+    def _drain(self, patience: float) -> None:
+        """At exit: what is in the air may be a peer's result, and is given some time to land."""
+        end = time.monotonic() + patience
+        for lane in self._lanes():
+            lane.close()
+        if not all(lane.join(max(0.0, end - time.monotonic())) for lane in self._lanes()):
+            _keep(self.group)
 
     def _time(self, sent: int, seconds: float) -> None:
         """Keeps the slowest rate seen for payloads large enough to tell a rate."""
@@ -367,15 +493,17 @@ class Wire:
         return event
 
     def _on_stream(
-        self, flat: Tensor, ready: torch.cuda.Event | None
+        self, flat: Tensor, carrier: torch.device, ready: torch.cuda.Event | None
     ) -> AbstractContextManager[object]:
-        if not flat.is_cuda:
+        """Gives None where no device takes part. The payload or what carries it may be on one."""
+        device = flat.device if flat.is_cuda else carrier
+        if device.type != "cuda":
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(flat.device)
+            self._stream = torch.cuda.Stream(device)
         if ready is not None:
             self._stream.wait_event(ready)
-        return torch.cuda.stream(self._stream)
+        return _Streaming(self._stream)
 
     def _require_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
@@ -385,12 +513,36 @@ class Wire:
             )
 
 
-def _checked(codec: AnyCodec | None) -> AnyCodec:
+class _Streaming:
+    """torch.cuda.stream, but its `with` gives the stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._context = stream, torch.cuda.stream(stream)
+
+    def __enter__(self) -> torch.cuda.Stream:
+        self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *raised: Any) -> None:
+        self._context.__exit__(*raised)
+
+
+def _checked(codec: AnyCodec | None, flat: Tensor) -> AnyCodec:
     if codec is None:
-        return Dense()
+        return Dense(flat.dtype)
     if not isinstance(codec, Codec | ErrorFeedback):
         raise ValueError(f"codec takes a thinwire codec such as Int8(), got {codec!r}")
     return codec
+
+
+def _stateless(codec: Codec | None, flat: Tensor) -> Codec:
+    use = _checked(codec, flat)
+    if isinstance(use, ErrorFeedback):
+        raise ValueError(
+            f"only mean takes error feedback, whose memory follows one stream of payloads; "
+            f"give this transfer {use.codec!r}"
+        )
+    return use
 
 
 def _ranks_of(group: Group, world_size: int) -> list[int]:
@@ -413,3 +565,21 @@ def group_size(group: Group) -> int:
 
 def _into(_result: Tensor) -> None:
     """The result is already where it belongs; keeps the closure's buffers alive until then."""
+
+
+_wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
+
+
+def _keep(group: ProcessGroup | None) -> None:
+    """See [Note: exit]: one reference that no clean-up of the interpreter takes back."""
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _at_exit() -> None:
+    failed = hasattr(sys, "last_value")  # an exception ends this process: its peers must not wait
+    for wire in list(_wires):
+        wire._drain(0.0 if failed else _EXIT_PATIENCE)
+
+
+atexit.register(_at_exit)

@@ -1,5 +1,6 @@
 """World: this process among all ranks. `init()` joins it from torchrun's environment."""
 
+import atexit
 import os
 import socket
 from collections.abc import Mapping
@@ -30,20 +31,33 @@ class World:
     timeout: float
     """Seconds without a sign of life after which a peer counts as lost."""
     heartbeat: Heartbeat | None
+    group: dist.ProcessGroup | None = None
+    """The default group this world was made from."""
 
-    def lost(self, ranks: list[int], cause: str) -> PeerLost:
-        """The error for a transfer among `ranks` that failed; names whoever is gone."""
-        suspects = self.heartbeat.suspects(ranks) if self.heartbeat else {}
-        if not suspects:
-            others = [r for r in ranks if r != self.rank]
+    def lost(
+        self, ranks: list[int], cause: str, *, suspects: Mapping[int, str] | None = None
+    ) -> PeerLost:
+        """The error for a transfer among `ranks` that failed; names whoever is gone.
+
+        `suspects` are the ranks, each with a reason, that the caller has found out itself.
+        """
+        if suspects is None:
+            suspects = self.heartbeat.suspects(ranks) if self.heartbeat else {}
+        if self.heartbeat is not None and self.heartbeat.given_up:
             return PeerLost(
-                f"rank {self.rank}: a transfer with ranks {others} failed though all of them "
-                f"still answer ({cause}); look for an error on one of them"
+                f"rank {self.rank} was silent or late for so long that the others gave it up and "
+                f"left ({cause}); look for what held it up, or raise init(timeout=...)"
             )
-        assert self.heartbeat is not None
-        self.heartbeat.found_lost(suspects)
-        names = "; ".join(f"rank {peer} ({why})" for peer, why in sorted(suspects.items()))
-        return PeerLost(f"rank {self.rank} lost {names}: {cause}")
+        if suspects:
+            if self.heartbeat is not None:
+                self.heartbeat.found_lost(suspects)
+            names = "; ".join(f"rank {peer} ({why})" for peer, why in sorted(suspects.items()))
+            return PeerLost(f"rank {self.rank} lost {names}: {cause}")
+        others = [r for r in ranks if r != self.rank]
+        return PeerLost(
+            f"rank {self.rank}: a transfer with ranks {others} failed though all of them "
+            f"still answer ({cause}); look for an error on one of them"
+        )
 
 
 _world: World | None = None
@@ -64,37 +78,54 @@ def init(
         timeout: seconds without a sign of life after which a peer counts as lost.
     """
     global _world
-    if timeout <= 0:
-        raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout}")
+    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout!r}")
     if not dist.is_initialized() and "RANK" in os.environ:
         _join(backend)
+    _leave()
     _world = _of_process(timeout)
     if settings is not None:
         from thinwire.wire.agreement import require_same
         from thinwire.wire.wire import Wire
 
         wire = Wire(name="settings")
-        require_same(wire, settings)
-        wire.close()
+        try:
+            require_same(wire, settings)
+        finally:
+            wire.close()
     return _world
 
 
 def current() -> World:
     """The world `init` joined, or the one a user's own init_process_group made."""
     global _world
-    if _world is None or _world.size != (dist.get_world_size() if dist.is_initialized() else 1):
+    if _world is None or _world.group is not _default_group():
+        _leave()
         _world = _of_process(DEFAULT_TIMEOUT)
     return _world
 
 
 def shutdown() -> None:
     """Leaves the world: ends the heartbeat and the process group."""
+    _leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """Ends the heartbeat; also at exit, for a thread inside a store call would take the interpreter
+    down with "terminate called" when that is finalised under it."""
     global _world
     if _world is not None and _world.heartbeat is not None:
         _world.heartbeat.stop()
     _world = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+
+atexit.register(_leave)
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _join(backend: str | None) -> None:
@@ -141,6 +172,6 @@ def _of_process(timeout: float) -> World:
             size,
             host=socket.gethostname(),
             interval=min(5.0, timeout / 10),
+            grace=min(2.0, timeout / 2),  # a busy machine may hold a thread up for a second
         )
-        dist.barrier()  # every rank's first note is in the store before anybody reads
-    return World(rank, size, device, timeout, heartbeat)
+    return World(rank, size, device, timeout, heartbeat, _default_group())

@@ -34,6 +34,22 @@ class ErrorFeedback:
         self.decay = decay
         self.worker = _Memory("worker")
         self.owner = _Memory("owner")
+        self._in_the_air = False
+
+    def take_off(self, numel: int, own: int) -> None:
+        """A payload of `numel` values is launched, of whose mean this rank owns `own`."""
+        if self._in_the_air:
+            raise RuntimeError(
+                "an ErrorFeedback codec got a second payload while its first is still in the air; "
+                "wait for that flight, or make one ErrorFeedback for each buffer that is sent"
+            )
+        self.worker.require(numel)
+        self.owner.require(own)
+        self._in_the_air = True
+
+    def touch_down(self) -> None:
+        """The flight has been waited for."""
+        self._in_the_air = False
 
     def settle(self, finite: bool) -> None:
         """The flight landed: takes over the new errors, or drops them with the skipped step."""
@@ -60,12 +76,12 @@ class _Memory:
         self._next: Tensor | None = None
 
     def encode(self, codec: Codec, x: Tensor, rows: int, part: int, decay: float) -> Tensor:
-        if self._next is not None:
-            raise RuntimeError(
-                "an ErrorFeedback codec got a second payload while its first is still in the air; "
-                "make one ErrorFeedback for each buffer that is sent"
-            )
-        z = x.clone() if self.error is None else torch.add(x, self._fitting(x), alpha=decay)
+        self.require(x.numel())
+        if self.error is None:
+            z = x.clone()
+        else:
+            self.error = self.error.to(x.device)
+            z = torch.add(x, self.error, alpha=decay)
         payload = codec.encode(z, rows, part)
         self._next = z.sub_(codec.decode(payload, part, torch.empty_like(z)))
         return payload
@@ -75,12 +91,10 @@ class _Memory:
             self.error = self._next
         self._next = None
 
-    def _fitting(self, x: Tensor) -> Tensor:
-        assert self.error is not None
-        if self.error.numel() != x.numel():
+    def require(self, numel: int) -> None:
+        if self.error is not None and self.error.numel() != numel:
             raise ValueError(
                 f"this ErrorFeedback keeps the {self._side} error of {self.error.numel()} values "
-                f"and was given {x.numel()}; make one ErrorFeedback for each buffer that is sent"
+                f"and was given {numel}; make one ErrorFeedback for each buffer that is sent, and "
+                "load one only among as many ranks as saved it"
             )
-        self.error = self.error.to(x.device)
-        return self.error
