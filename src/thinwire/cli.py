@@ -1,15 +1,19 @@
 """The command line: thinwire train | lab | export | methods.
 
 Each command imports what it needs when it is called: `thinwire --help` and `thinwire lab` start
-without torch. Bad input is one line on stderr and exit code 2.
+without torch. Bad input, and a machine that cannot do what was asked of it, is one line on stderr
+and exit code 2.
 """
 
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import thinwire
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.errors import LabError, ThinwireError, UsageError
 
 _HELP = """usage: thinwire COMMAND [flags]
 
@@ -22,6 +26,8 @@ thinwire COMMAND --help lists a command's flags.  thinwire --version"""
 
 
 def _train(argv: list[str]) -> int:
+    # A lost peer would make torch's C++ print thirty lines of its stack beside our one.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from thinwire.train.launch import train
 
     return train(argv)
@@ -65,6 +71,11 @@ def _export(argv: list[str]) -> int:
 
 
 def _methods(argv: list[str]) -> int:
+    if argv and set(argv) <= {"-h", "--help"}:
+        print("usage: thinwire methods\n\nList the methods that thinwire train --method takes.")
+        return 0
+    if argv:
+        raise UsageError(f"thinwire methods takes no arguments, got {' '.join(argv)}")
     from thinwire.train.methods import METHODS
 
     for name, method in METHODS.items():
@@ -92,23 +103,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _COMMANDS.get(words[0])
         if command is None:
             raise UsageError(f"there is no command {words[0]!r}: takes {', '.join(_COMMANDS)}")
-        return command(words[1:])
-    except ThinwireError as error:
-        return _failed(error)
-    except BrokenPipeError:  # the reader of our output has gone, as in `thinwire ... | head`
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def _failed(error: ThinwireError) -> int:
-    code = 2 if isinstance(error, UsageError) else 1
-    print(f"thinwire: {error}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
-        # A worker whose peers are gone: its process group's destructor would wait for them.
+        code = command(words[1:])
         sys.stdout.flush()
+        return code
+    except ThinwireError as error:
+        print(f"thinwire: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return _ended(2 if isinstance(error, UsageError | LabError) else 1)
+    except BrokenPipeError:  # the reader of our output has gone, as in `thinwire ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ended(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return _ended(128 + signal.SIGINT)
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        return _ended(1)
+
+
+def _ended(code: int) -> int:
+    """A worker ends here and now: its process group's destructor would wait for its peers."""
+    if "RANK" in os.environ:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code
 

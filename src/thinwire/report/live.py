@@ -17,6 +17,7 @@ class Display:
 
     def __init__(self, steps: int, title: str, console: Console | None = None) -> None:
         self._console = console or Console()
+        self._errors = Console(stderr=True)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -43,9 +44,10 @@ class Display:
     ) -> None:
         self._progress.stop()
 
-    def print(self, text: str) -> None:
-        """A line above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def print(self, text: str, *, error: bool = False) -> None:
+        """A line above the bar; elsewhere than on a terminal an error goes to stderr."""
+        console = self._errors if error and not self._console.is_terminal else self._console
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, record: dict[str, Any]) -> None:
         self._figures |= record

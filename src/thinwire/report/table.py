@@ -1,5 +1,6 @@
 """The tables printed at the start and the end of a run."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     console = console or Console()
     count = summary["workers"]
     table = Table(title=f"{summary['step']} steps on {count} worker{'s' * (count != 1)}")
-    for name in ("method", "tokens/s", "sent per worker", "exposed", "hidden", "loss", "val loss"):
+    for name in ("method", "tokens/s", "sent/worker", "exposed", "hidden", "loss", "val loss"):
         table.add_column(name, justify="left" if name == "method" else "right")
     seconds = summary["seconds"]
     table.add_row(
@@ -25,12 +26,17 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         format_bytes(summary["bytes"] / count),
         f"{summary['exposed']:.1f} s ({summary['exposed'] / seconds:.0%})",
         f"{summary['hidden']:.1f} s",
-        f"{summary['loss']:.3f}",
-        "-" if summary["val_loss"] is None else f"{summary['val_loss']:.3f}",
+        _loss(summary["loss"]),
+        _loss(summary["val_loss"]),
     )
     console.print(table)
     if summary["skipped"]:
         console.print(f"{summary['skipped']} steps were skipped: their values were not finite")
+
+
+def _loss(value: float | None) -> str:
+    """A loss that was not finite, or not measured, has no figure."""
+    return f"{value:.3f}" if value is not None and math.isfinite(value) else "-"
 
 
 def print_checks(checks: Sequence[LinkCheck], console: Console | None = None) -> None:

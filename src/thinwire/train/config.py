@@ -3,15 +3,22 @@
 Each part's dataclass stands beside the code it configures; here they are put together. Flags are
 flat (`--steps`, not `--loop.steps`), and a TOML file has the same names with no tables. The flags
 of the chosen method are among them: `thinwire train --method average --help` lists its own.
+
+A flag beats the file named by --config, that beats - with --resume - the settings the run was made
+with, and those beat the defaults: `thinwire train --run DIR --resume` says all there is to say.
 """
 
 import dataclasses
 import difflib
+import json
+import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -51,7 +58,8 @@ class LoopConfig:
     run: str | None = None
     """Directory of the run; runs/<method>-<time> if not given. All ranks must see it."""
     resume: bool = False
-    """Continue the run in --run from its latest checkpoint."""
+    """Continue the run in --run from its latest checkpoint, with its settings where no other are
+    given."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run's directory (pip install thinwire[tensorboard])."""
 
@@ -84,18 +92,32 @@ class TrainConfig:
 
     def shared(self) -> dict[str, Any]:
         """What must be equal on all ranks, by flag name."""
-        own = {"run", "resume", "tensorboard", "workers", "lab"}
-        network = {f.name for f in fields(LinkConfig)}
-        return {k: v for k, v in flat_values(self).items() if k not in own | network}
+        own = {"tensorboard", *_PLACE}
+        return {k: v for k, v in flat_values(self).items() if k not in own}
+
+    def kept(self) -> dict[str, Any]:
+        """What a run cannot change when it is resumed: a checkpoint's state depends on it."""
+        values = flat_values(self)
+        names = ["method", "seed", "optimizer", "optimizer_arg", "weight_decay"]
+        names += [f.name for f in fields(self.settings)] if self.settings else []
+        kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in names}))
+        return kept
+
+
+CONFIG = "config.json"  # in a run's directory: its settings by flag name
+_PLACE = {"workers", "lab", *(f.name for f in fields(LinkConfig))}
 
 
 def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
-    """Flags over the TOML file named by --config over the defaults; checked."""
+    """Flags over --config over the resumed run's settings over the defaults; checked."""
     file, rest = _take_flag(list(argv), "--config")
     given = _read_toml(Path(file)) if file else {}
+    earlier = _of_resumed_run(rest, given)
     method, _ = _take_flag(list(rest), "--method")
-    config_type = _config_type(method or str(given.get("method", TrainConfig.method)))
-    default = _with_values(config_type(), given, file or "")
+    name = method or str(given.get("method", earlier.get("method", TrainConfig.method)))
+    config_type = _config_type(name)
+    default = _with_values(config_type(), earlier)
+    default = _with_values(default, given, file or "")
     config = tyro.cli(
         config_type,
         config=(tyro.conf.OmitArgPrefixes,),
@@ -110,11 +132,15 @@ def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
 
 def check(config: TrainConfig) -> None:
     """Refuses values that no part of the run could use, naming the flag."""
+    values = flat_values(config)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{_flag(name)} takes a finite number, got {value}")
     for name, least in _LEAST.items():
-        value = flat_values(config)[name]
-        if value < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} takes a number >= {least}, got {value}")
+        if values[name] < least:
+            raise UsageError(f"--{_flag(name)} takes a number >= {least}, got {values[name]}")
+    if config.loop.seed >= 2**63:
+        raise UsageError(f"--seed takes a number below 2**63, got {config.loop.seed}")
     if config.place.timeout <= 0:
         raise UsageError(f"--timeout takes seconds > 0, got {config.place.timeout}")
     if not config.place.lab and config.network != LinkConfig():
@@ -140,6 +166,9 @@ _LEAST = {
     "eval_windows": 1,
     "save_every": 0,
     "warmup": 0,
+    "seed": 0,
+    "clip": 0,
+    "final_lr": 0,
 }
 
 
@@ -169,16 +198,23 @@ def _config_type(method: str) -> type[TrainConfig]:
     return made
 
 
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def _take_flag(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of `--flag VALUE` or `--flag=VALUE`, and the other arguments."""
-    for index, word in enumerate(argv):
+    """The last value of `--flag VALUE` or `--flag=VALUE`, and the other arguments."""
+    value, rest, words = None, [], iter(argv)
+    for word in words:
         if word == flag:
-            if index + 1 == len(argv):
+            value = next(words, None)
+            if value is None:
                 raise UsageError(f"{flag} needs a value")
-            return argv[index + 1], argv[:index] + argv[index + 2 :]
-        if word.startswith(flag + "="):
-            return word.split("=", 1)[1], argv[:index] + argv[index + 1 :]
-    return None, argv
+        elif word.startswith(flag + "="):
+            value = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    return value, rest
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -186,31 +222,76 @@ def _read_toml(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from error
     return {key.replace("-", "_"): value for key, value in content.items()}
 
 
-def _with_values(config: TrainConfig, values: dict[str, Any], source: str) -> TrainConfig:
+def _of_resumed_run(argv: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be continued, where this command line says which."""
+    run = _take_flag(argv, "--run")[0] or given.get("run")
+    if not isinstance(run, str) or not ("--resume" in argv or given.get("resume") is True):
+        return {}
+    path = Path(run) / CONFIG
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the settings in {path}: {error}") from None
+    # Whoever has started this worker has also decided where it runs.
+    other = {"run", "resume"} | (_PLACE if "RANK" in os.environ else set())
+    return {name: value for name, value in content.items() if name not in other}
+
+
+def _with_values(config: TrainConfig, values: dict[str, Any], source: str = "") -> TrainConfig:
+    """Sets values by name. Those of an earlier run, which have no source, may be of another method
+    or version: what does not fit is left out, and the checkpoint itself is compared later."""
     places = {f.name: (part, f) for part, f in _leaves(config)}
     for name, value in values.items():
         if name not in places:
+            if not source:
+                continue
             near = difflib.get_close_matches(name, places, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"{source}: there is no setting {name!r}{hint}")
         part, f = places[name]
-        setattr(part, f.name, _fitting(name, value, getattr(part, f.name), source))
+        kind = get_type_hints(type(part))[f.name]
+        try:
+            setattr(part, f.name, _fitting(value, kind))
+        except TypeError:
+            if source:
+                wanted = f"{source}: {name} takes {_spoken(kind)}, got {value!r}"
+                raise UsageError(wanted) from None
     return config
 
 
-def _fitting(name: str, value: Any, default: Any, source: str) -> Any:
-    """Numbers may be written without a point; anything else must have the default's type."""
-    if isinstance(default, float) and type(value) is int:
+def _fitting(value: Any, kind: Any) -> Any:
+    """The value as `kind` has it, or TypeError. TOML and JSON have no tuples, and 1 may be 1.0."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is float and type(value) is int:
         return float(value)
-    if isinstance(default, tuple) and isinstance(value, list):
-        return tuple(value)
-    if default is not None and type(value) is not type(default):
-        raise UsageError(
-            f"{source}: {name} takes a {type(default).__name__} such as {default!r}, got {value!r}"
-        )
-    return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_fitting(item, inner[0]) for item in value)
+    if origin in (Union, UnionType):
+        return None if value is None else _fitting(value, _without_none(kind))
+    if value in inner if origin is Literal else type(value) is kind:
+        return value
+    raise TypeError
+
+
+def _without_none(kind: Any) -> Any:
+    return next(option for option in get_args(kind) if option is not NoneType)
+
+
+def _spoken(kind: Any) -> str:
+    """What a setting of this type takes, for people."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return _spoken(_without_none(kind))
+    if origin is Literal:
+        return " or ".join(json.dumps(choice) for choice in get_args(kind))
+    if origin is tuple:
+        return "a list, each of it " + _spoken(get_args(kind)[0])
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+    return words[kind]

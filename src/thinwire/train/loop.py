@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -17,9 +18,9 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import IGNORED, Batches, validation_batches
 from thinwire.train.methods import Replica, find_method
-from thinwire.train.metrics import MetricsWriter, Record
-from thinwire.train.models import build_model, model_settings
-from thinwire.train.optimizers import build_optimizer, schedule
+from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
+from thinwire.train.models import GPT, build_model, model_settings
+from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pulse import Pulse
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Wire
@@ -45,7 +46,6 @@ class Trainer:
         inner = build_optimizer(config.optimizer, self.model)
         method = find_method(config.method)
         self.replica: Replica = method.build(self.model, inner, config.settings)
-        self.scheduler = schedule(config.optimizer, self.replica.optimizer, config.loop.steps)
         self.batches = Batches(
             corpus.train,
             context,
@@ -55,37 +55,42 @@ class Trainer:
             seed,
             mask_vocab=self._mask_vocab,
         )
-        torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # each replica's own randomness
+        # Each replica's own randomness.
+        torch.manual_seed((seed * 1_000_003 + world.rank + 1) % 2**63)
         self.pulse = Pulse(control)
         self.step = 0
         self.seconds = 0.0  # spent training: evaluation and checkpoints are not counted
+        self.loss = self.norm = math.nan
         self.val_loss = math.nan
-        self.loss = math.nan
+        self._evaluated = self._saved = 0  # the steps at which that was done last
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on by all replicas together."""
-        loop, data = self.config.loop, self.config.data
-        return self.step * loop.accumulate * data.batch * data.context * self.world.size
+        """Tokens trained on so far, by however many replicas there were."""
+        return self.batches.position * self.config.data.context
 
     def train(self, metrics: MetricsWriter) -> dict[str, Any]:
         """Steps until the last one, or until all ranks agree to stop; returns the summary."""
-        loop = self.config.loop
-        stopped = False
-        while self.step < loop.steps and not stopped:
+        signum = 0
+        while self.step < self.config.loop.steps and not signum:
+            self._between_steps(metrics)
             metrics.write(self._train_step())
-            stopped = self.pulse.beat(self.step, self.loss)
-            last = self.step == loop.steps
-            if loop.eval_every and self.step % loop.eval_every == 0 and not last:
-                metrics.write(self._evaluate())
-            if loop.save_every and self.step % loop.save_every == 0 and not last:
-                self.save()
+            signum = self.pulse.beat(self.step, self.loss, self.norm)
         self.pulse.end()
+        stopped = self.step < self.config.loop.steps
         if not stopped:
             self.replica.finish()
             metrics.write(self._evaluate())
         self.save()
-        return self._summary(stopped)
+        return self._summary(signal.Signals(signum).name if stopped else None)
+
+    def _between_steps(self, metrics: MetricsWriter) -> None:
+        """What is due at this step. A run that was asked to stop does it once it is resumed."""
+        loop = self.config.loop
+        if _due(self.step, loop.eval_every) and self._evaluated != self.step:
+            metrics.write(self._evaluate())
+        if _due(self.step, loop.save_every) and self._saved != self.step:
+            self.save()
 
     def prime(self) -> None:
         """One forward and backward pass that trains nothing, before the clock starts.
@@ -96,7 +101,8 @@ class Trainer:
         """
         data = self.config.data
         tokens = torch.zeros(data.batch, data.context, dtype=torch.int64, device=self.world.device)
-        self._loss(tokens, tokens).backward()
+        with self.replica.accumulating(last=True):
+            self._loss(tokens, tokens).backward()
         self.replica.optimizer.zero_grad(set_to_none=True)
         self.replica.account.restore(Account().snapshot())
 
@@ -108,12 +114,10 @@ class Trainer:
             "account": self.replica.account.snapshot(),
         }
         shared |= {
-            "scheduler": self.scheduler.state_dict(),
             "position": self.batches.position,
             "seconds": self.seconds,
+            "evaluated": [self._evaluated, self.val_loss],
         }
-        # Schedulers hold their lambda; it is made anew from the settings.
-        shared["scheduler"].pop("lr_lambdas", None)
         checkpoint.save(
             self.run,
             self.step,
@@ -126,36 +130,36 @@ class Trainer:
             leader=self.world.rank == 0,
             keep=self.config.loop.keep,
         )
+        self._saved = self.step
 
     def resume(self) -> None:
         loaded = checkpoint.load(self.run, replica=self.world.rank)
-        meta = self._meta()
-        checkpoint.check_model(loaded.meta, self.model, meta["model"])
-        for name in ("method", "data"):
-            if loaded.meta.get(name) != meta[name]:
-                raise UsageError(
-                    f"the checkpoint in {self.run} was made with --{name} {loaded.meta.get(name)}, "
-                    f"this run has --{name} {meta[name]}; use the same, or start a new run"
-                )
+        _check_resumed(loaded.meta, self._meta(), self.model, self.run)
         same = loaded.replicas == self.world.size
         shared, private = loaded.shared, loaded.private
         self.replica.load_state(shared, private, same_replicas=same)
-        self.scheduler.load_state_dict({**shared["scheduler"], "lr_lambdas": [None]})
         self.batches.position = shared["position"]
         self.seconds = shared["seconds"]
+        self._evaluated, self.val_loss = shared["evaluated"]
         self.replica.account.restore(private["account"])
-        self.step = loaded.step
+        self.step = self._saved = loaded.step
         if same:
             torch.set_rng_state(private["rng"])
             for index, state in enumerate(private["cuda_rng"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(state, index)
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and Ctrl-C end the run at a step all ranks agree on, with a checkpoint."""
+        """SIGTERM and Ctrl-C end the run at a step all ranks agree on, with a checkpoint.
+
+        A second one ends it at once. Among others the kernel sees to that, for a worker that waits
+        for a peer inside of torch runs no handler; alone, Python can still tidy up the terminal.
+        """
+        again = signal.default_int_handler if self.world.size == 1 else signal.SIG_DFL
 
         def ask(signum: int, frame: FrameType | None) -> None:
-            self.pulse.stop_asked = True
-            signal.signal(signum, signal.default_int_handler)  # a second one ends it at once
+            self.pulse.stop_asked = signum
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, again)
 
         signal.signal(signal.SIGTERM, ask)
         signal.signal(signal.SIGINT, ask)
@@ -170,28 +174,30 @@ class Trainer:
                 loss = self._loss(x, y)
                 (loss / count).backward()
             losses.append(float(loss.detach()))
-        norm = self.replica.step(self.config.optimizer.clip)
-        lr = self.replica.optimizer.param_groups[0]["lr"]
+        lr = learning_rate(self.config.optimizer, self.step, self.config.loop.steps)
+        for group in self.replica.optimizer.param_groups:
+            group["lr"] = lr
+        self.norm = self.replica.step(self.config.optimizer.clip)
         self.replica.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
         self.step += 1
         self.loss = sum(losses) / count
         taken = time.perf_counter() - start
         self.seconds += taken
         if self.world.heartbeat is not None:
             self.world.heartbeat.note = f"step {self.step}"
-        return self._record("step", taken) | {"loss": self.loss, "lr": lr, "grad_norm": norm}
+        return self._record(taken) | {"lr": lr, "grad_norm": self.norm}
 
-    def _record(self, kind: str, taken: float) -> Record:
+    def _record(self, taken: float) -> Record:
         totals = self.replica.account.snapshot()
-        names = ("bytes", "exposed", "hidden", "lag", "skipped")
+        windows = self.config.loop.accumulate * self.config.data.batch * self.world.size
         return {
-            "kind": kind,
+            "kind": "step",
             "step": self.step,
+            "loss": self.loss,
             "tokens": self.tokens,
-            "tokens_per_s": self.tokens / self.step / taken,
+            "tokens_per_s": windows * self.config.data.context / taken,
             "seconds": self.seconds,
-            **{name: totals[name] for name in names},
+            **{name: totals[name] for name in ("bytes", "exposed", "hidden", "lag", "skipped")},
         }
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -226,22 +232,25 @@ class Trainer:
         self.model.train()
         total, count = self.control.agree([total, count], "sum")
         self.val_loss = total / count
+        self._evaluated = self.step
         return {"kind": "eval", "step": self.step, "tokens": self.tokens} | {
             "val_loss": self.val_loss,
             "seconds": self.seconds,
         }
 
-    def _summary(self, stopped: bool) -> dict[str, Any]:
+    def _summary(self, stopped_by: str | None) -> dict[str, Any]:
         account = self.replica.account
         rate = self.tokens / self.seconds
         slowest = -self.control.agree([-rate])[0]
         loss, total = self.control.agree([self.loss, account.bytes], "sum")
-        exposed, hidden = self.control.agree([account.exposed, account.hidden], "max")
+        exposed, hidden, skipped = self.control.agree(
+            [account.exposed, account.hidden, account.skipped], "max"
+        )
         return {
             "method": self.config.method,
             "workers": self.world.size,
             "step": self.step,
-            "stopped": stopped,
+            "stopped_by": stopped_by,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_s": slowest,
@@ -249,29 +258,61 @@ class Trainer:
             "bytes_per_token": total / self.tokens,
             "exposed": exposed,
             "hidden": hidden,
-            "skipped": account.skipped,
+            "skipped": int(skipped),
             "loss": loss / self.world.size,
-            "val_loss": None if math.isnan(self.val_loss) else self.val_loss,
+            "val_loss": self.val_loss,
         }
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "method": self.config.method,
-            "data": self.config.data.data,
-            "model": model_settings(self.model, self.config.model.model),
+            **_identity(self.config, self._corpus, self.model),
             "parameters": checkpoint.describe_model(self.model),
-            "objective": self.config.model.objective,
         }
 
 
 def preflight(config: TrainConfig, run: Path) -> Corpus:
     """Everything that can be refused before a worker is started or a file is written."""
     run_directory.check(config, run)
+    if config.loop.tensorboard:
+        require_tensorboard()
+    try_optimizer(config.optimizer)
     corpus = load_corpus(config.data)
-    build_optimizer(config.optimizer, torch.nn.Linear(2, 2))
     with torch.device("meta"):
         model = build_model(config.model, corpus.vocab, config.data.context, config.loop.seed)
     if config.loop.resume:
         meta = checkpoint.read_manifest(run).meta
-        checkpoint.check_model(meta, model, model_settings(model, config.model.model))
+        _check_resumed(meta, _identity(config, corpus, model), model, run)
     return corpus
+
+
+def _identity(config: TrainConfig, corpus: Corpus, model: GPT) -> dict[str, Any]:
+    """What makes a checkpoint one of this run and no other."""
+    return {
+        "model": model_settings(model, config.model.model),
+        "settings": config.kept(),
+        "data": config.data.data,
+        "corpus": corpus.digest,
+    }
+
+
+def _check_resumed(meta: Mapping[str, Any], now: Mapping[str, Any], model: GPT, run: Path) -> None:
+    """Refuses a checkpoint that this run would not continue, naming the difference."""
+    checkpoint.check_model(meta, model, now["model"])
+    saved = meta.get("settings", {})
+    for name in [*now["settings"], *saved]:
+        before, after = saved.get(name), now["settings"].get(name)
+        if before != after:
+            flag = name.replace("_", "-")
+            raise UsageError(
+                f"the run in {run} was made with --{flag} {before}, this one has --{flag} {after}; "
+                "use the same, or start a new run"
+            )
+    if meta.get("corpus") != now["corpus"]:
+        raise UsageError(
+            f"the run in {run} has read other data (--data {meta.get('data')}) than this one would "
+            f"(--data {now['data']}), or the files have changed; use the same, or start a new run"
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0

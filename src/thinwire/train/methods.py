@@ -5,8 +5,8 @@ that builds a `Replica`. Nothing else in the trainer, the command line or the re
 methods there are.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
 from thinwire.optim import GradientAverage
+from thinwire.optim.flat import Flat
 from thinwire.wire import codecs
 from thinwire.wire.account import Account
 from thinwire.wire.ddp import DdpMeter
@@ -77,6 +78,33 @@ class Replica:
         return float(norm)
 
 
+class SeparateReplica(Replica):
+    """Replicas that never talk to each other: they meet only to be evaluated.
+
+    That goes over a wire of its own, for it is no part of what the method costs.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(module, optimizer)
+        self._meeting = Wire(name="consensus")
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the mean of the replicas, which is also what is exported."""
+        if self._meeting.size == 1:
+            yield
+            return
+        weights = list(self.model.parameters())
+        own = [weight.detach().clone() for weight in weights]
+        flat = Flat(weights)
+        flat.unpack(self._meeting.mean(flat.pack(weights, flat.new())).wait(), weights)
+        try:
+            yield
+        finally:
+            for weight, value in zip(weights, own, strict=True):
+                weight.detach().copy_(value)
+
+
 class DdpReplica(Replica):
     """PyTorch's DistributedDataParallel: gradients averaged during every backward pass."""
 
@@ -93,10 +121,17 @@ class DdpReplica(Replica):
             self._meter = DdpMeter(ddp, wire)
             self.module = ddp
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(self.module, DistributedDataParallel):
-            return nullcontext()
-        return self.module.no_sync()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        module = self.module
+        adding_up = not last and isinstance(module, DistributedDataParallel)
+        try:
+            with module.no_sync() if adding_up else nullcontext():
+                yield
+        except RuntimeError as error:
+            if self._wire.lost is not None:  # hidden by the autograd engine in one of its own
+                raise self._wire.lost from error
+            raise
 
 
 class WireReplica(Replica):
@@ -171,7 +206,7 @@ class Method:
 
 
 def _none(module: nn.Module, inner: torch.optim.Optimizer, settings: NoSettings) -> Replica:
-    return Replica(module, inner)
+    return SeparateReplica(module, inner)
 
 
 def _ddp(module: nn.Module, inner: torch.optim.Optimizer, settings: DdpSettings) -> Replica:

@@ -12,6 +12,7 @@ evaluation and checkpoints left out.
 import json
 import math
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,13 +31,15 @@ class MetricsWriter:
     def __init__(self, run: Path, rank: int, *, resume_step: int | None = None) -> None:
         path = metrics_file(run, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            _forget_after(path, resume_step)
-        self._file: TextIO = path.open("a" if resume_step is not None else "w")
+        # A new file takes the old one's place: MetricsTail tells them apart by that.
+        aside = path.with_suffix(".tmp")
+        aside.write_text("" if resume_step is None else _lines_until(path, resume_step))
+        aside.replace(path)
+        self._file: TextIO = path.open("a")
         self.also: list[Callable[[Record], None]] = []
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({k: _json_able(v) for k, v in record.items()}) + "\n")
+        self._file.write(json.dumps({k: json_able(v) for k, v in record.items()}) + "\n")
         self._file.flush()
         for listener in self.also:
             listener(record)
@@ -46,14 +49,20 @@ class MetricsWriter:
 
 
 class MetricsTail:
-    """Reads a file that is still being written: each call gives the lines that are new."""
+    """Reads a file that is still being written: each call gives the records that are new.
 
-    def __init__(self, path: Path) -> None:
+    A file that is there already is an earlier run's; its writer puts another one in its place, with
+    the records up to the step `after` which that run had come to.
+    """
+
+    def __init__(self, path: Path, after: int = 0) -> None:
         self._path = path
+        self._after = after
         self._place = 0
+        self._earlier = _identity(path)
 
     def read(self) -> Iterator[Record]:
-        if not self._path.exists():
+        if _identity(self._path) in (None, self._earlier):
             return
         with self._path.open("rb") as file:
             file.seek(self._place)
@@ -61,17 +70,21 @@ class MetricsTail:
                 if not line.endswith(b"\n"):
                     break  # half a line: the writer is not done with it
                 self._place += len(line)
-                yield json.loads(line)
+                record = json.loads(line)
+                if record["step"] > self._after:
+                    yield record
 
 
-def tensorboard_listener(run: Path) -> Callable[[Record], None]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(
-            "--tensorboard needs an extra: pip install 'thinwire[tensorboard]'"
-        ) from None
-    writer = SummaryWriter(str(run / "tensorboard"))
+def require_tensorboard() -> None:
+    if find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs an extra: pip install 'thinwire[tensorboard]'")
+
+
+def tensorboard_listener(run: Path, step: int) -> Callable[[Record], None]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # What a run that was resumed further back had written after `step` is hidden.
+    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def listen(record: Record) -> None:
         for name, value in record.items():
@@ -82,15 +95,19 @@ def tensorboard_listener(run: Path) -> Callable[[Record], None]:
     return listen
 
 
-def _json_able(value: Any) -> Any:
+def json_able(value: Any) -> Any:
     """JSON has no NaN and no infinity: they are written as null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _identity(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+def _lines_until(path: Path, step: int) -> str:
     """A resumed run goes back to its checkpoint: later lines will be written again."""
     if not path.exists():
-        return
+        return ""
     kept = []
     for line in path.read_text().splitlines():
         try:
@@ -98,4 +115,4 @@ def _forget_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue  # the half line of a killed writer
-    path.write_text("".join(kept))
+    return "".join(kept)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.errors import UsageError
 
@@ -58,17 +57,29 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     return built
 
 
-def schedule(config: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """Linear warm-up, then a cosine down to `final_lr` of the peak at the last step."""
+def try_optimizer(config: OptimizerConfig) -> None:
+    """Refuses, before anything is started, arguments that fail only when the optimizer steps."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(config, model)
+    model(torch.ones(1, 2)).sum().backward()
+    try:
+        optimizer.step()
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        raise UsageError(f"--optimizer {config.optimizer} cannot step: {cause}") from error
 
-    def factor(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / (config.warmup + 1)
-        progress = (step - config.warmup) / max(1, steps - config.warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return config.final_lr + (1 - config.final_lr) * cosine
 
-    return LambdaLR(optimizer, factor)
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of step `step` (from 0): a linear warm-up, then a cosine to `final_lr` of the peak.
+
+    It is a function of the step alone, so a resumed run needs no state for it and follows a --lr
+    or --steps that has changed.
+    """
+    if step < config.warmup:
+        return config.lr * ((step + 1) / (config.warmup + 1))
+    progress = (step - config.warmup) / max(1, steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
 
 
 def _find(name: str) -> Any:

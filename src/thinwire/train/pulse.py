@@ -22,19 +22,24 @@ class Pulse:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._flight: Flight | None = None
-        self._bad = 0
-        self.stop_asked = False
-        """Set by this rank's signal handler."""
+        self._bad_losses = 0  # in a row, like the next
+        self._bad_steps = 0
+        self.stop_asked = 0
+        """The signal that asked this rank to stop, set by its handler."""
 
-    def beat(self, step: int, loss: float) -> bool:
-        """After step `step`; whether all ranks stop now. Raises when a replica is beyond help."""
-        self._bad = 0 if math.isfinite(loss) else self._bad + 1
+    def beat(self, step: int, loss: float, norm: float) -> int:
+        """After step `step`, of which these are the loss and the gradient's norm.
+
+        The signal for which all ranks stop now, or 0. Raises when a replica is beyond help.
+        """
+        self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+        self._bad_steps = 0 if math.isfinite(norm) else self._bad_steps + 1
         if step % PERIOD:
-            return False
+            return 0
         stop = self._land()
-        flags = [0.0] * (1 + self._wire.size)
-        flags[0] = float(self.stop_asked)
-        flags[1 + self._wire.rank] = float(self._bad)
+        flags = [0.0] * (2 + self._wire.size)
+        flags[:2] = [float(self.stop_asked), float(self._bad_steps)]
+        flags[2 + self._wire.rank] = float(self._bad_losses)
         self._flight = self._wire.poll(flags)
         return stop
 
@@ -43,15 +48,20 @@ class Pulse:
         self._land()
         self._flight = None
 
-    def _land(self) -> bool:
+    def _land(self) -> int:
         if self._flight is None:
-            return False
-        stop, *bad = self._flight.wait().tolist()
-        lost = [rank for rank, count in enumerate(bad) if count >= MOST_BAD_STEPS]
+            return 0
+        stop, skipped, *losses = self._flight.wait().tolist()
+        lost = [rank for rank, count in enumerate(losses) if count >= MOST_BAD_STEPS]
         if lost:
             names = ", ".join(f"worker {rank}" for rank in lost)
             raise NonFinite(
                 f"the loss of {names} has not been finite for {MOST_BAD_STEPS} steps or more; "
                 "lower --lr, raise --warmup, or look at that worker's data"
             )
-        return bool(stop)
+        if skipped >= MOST_BAD_STEPS:
+            raise NonFinite(
+                f"the gradients have not been finite for {MOST_BAD_STEPS} steps or more, though "
+                "every worker's loss is; lower --lr or raise --warmup"
+            )
+        return int(stop)

@@ -4,7 +4,7 @@ runs/ddp-20260105-101500/
   config.json        the settings, by flag name
   metrics/           one JSON-lines file per worker
   checkpoints/       see checkpoint.py
-  summary.json       the closing figures
+  summary.json       the closing figures, once it has ended
 """
 
 import fcntl
@@ -16,9 +16,12 @@ from typing import IO, Any
 
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint
-from thinwire.train.config import TrainConfig, flat_values
+from thinwire.train.config import CONFIG, TrainConfig, flat_values
+from thinwire.train.metrics import json_able
 
-LAUNCHED = "THINWIRE_LAUNCHED"  # set by the launcher, which then holds the lock
+LAUNCHED = "THINWIRE_TRAIN_LAUNCHED"  # set by the launcher of train, which then holds the lock
+_LOCK = ".lock"
+_SUMMARY = "summary.json"
 
 
 def choose(config: TrainConfig) -> Path:
@@ -32,27 +35,49 @@ def check(config: TrainConfig, run: Path) -> None:
     """Refuses, before anything is written, a directory that this run may not use."""
     if run.exists() and not run.is_dir():
         raise UsageError(f"--run {run} is a file, not a directory")
-    used = (run / "config.json").exists()
+    if (run / _LOCK).exists() and LAUNCHED not in os.environ:
+        Lock(run).release()
     if config.loop.resume:
-        checkpoint.read_manifest(run)
-    elif used:
+        _require_steps_left(config, checkpoint.read_manifest(run).step, run)
+    elif (run / CONFIG).exists():
+        advice = "continue it with --resume" if checkpoint.latest(run) else "remove it"
+        raise UsageError(f"{run} already holds a run: {advice}, or name another with --run")
+    _require_writable(run)
+
+
+def _require_steps_left(config: TrainConfig, done: int, run: Path) -> None:
+    if done >= config.loop.steps:
         raise UsageError(
-            f"{run} already holds a run: continue it with --resume, or name another with --run"
+            f"the run in {run} has done {done} steps and --steps is {config.loop.steps}: "
+            "there is nothing left to do; raise --steps to train on"
         )
+
+
+def _require_writable(run: Path) -> None:
+    place = run.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--run {run} cannot be made: {place} is a file, not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"--run {run} cannot be written: no permission in {place}")
 
 
 class Lock:
     """Held by the launcher, or by the first worker where nobody launched it; ends with it."""
 
     def __init__(self, run: Path) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (run / ".lock").open("w")
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (run / _LOCK).open("w")
+        except OSError as error:
+            raise UsageError(f"--run {run} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise UsageError(
-                f"{run} is in use by another run: wait for it, or name another"
+                f"{run} is in use by another run: wait for it, or name another with --run"
             ) from None
 
     def release(self) -> None:
@@ -60,15 +85,24 @@ class Lock:
 
 
 def write_config(run: Path, config: TrainConfig) -> None:
-    (run / "config.json").write_text(json.dumps(flat_values(config), indent=2) + "\n")
+    _write(run / CONFIG, flat_values(config))
 
 
 def write_summary(run: Path, summary: dict[str, Any]) -> None:
-    aside = run / "summary.json.tmp"
-    aside.write_text(json.dumps(summary, indent=2) + "\n")
-    aside.replace(run / "summary.json")
+    _write(run / _SUMMARY, {name: json_able(value) for name, value in summary.items()})
+
+
+def forget_summary(run: Path) -> None:
+    """A run that goes on has not ended."""
+    (run / _SUMMARY).unlink(missing_ok=True)
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    path = run / "summary.json"
+    path = run / _SUMMARY
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    aside.replace(path)

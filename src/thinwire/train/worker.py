@@ -1,8 +1,11 @@
 """What one worker process does: join the others, agree with them, train, report."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
+from thinwire.errors import UsageError
 from thinwire.report.live import Display
 from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
@@ -12,33 +15,28 @@ from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
 
+T = TypeVar("T")
 
-def run_worker(config: TrainConfig, display: Display | None = None) -> Path:
-    """Returns the run's directory; its summary is written there."""
+
+def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Path, dict[str, Any]]:
+    """Returns the run's directory and its summary, which the first worker has written there."""
     world = world_module.init(timeout=config.place.timeout)
     control = Wire(name="control")
     run = Path(os.fsdecode(control.gather_bytes(os.fsencode(run_directory.choose(config)))[0]))
-    corpus = preflight(config, run)
-    control.barrier()  # nobody writes before everybody has looked
-    require_same(control, config.shared() | {"corpus": corpus.digest})
+    require_same(control, config.shared())
+    corpus = _together(control, lambda: preflight(config, run))
+    require_same(control, {"corpus": corpus.digest})
     leader = world.rank == 0
-    lock = None
-    if leader:
-        lock = run_directory.Lock(run) if run_directory.LAUNCHED not in os.environ else None
-        run.mkdir(parents=True, exist_ok=True)
-        run_directory.write_config(run, config)
-    control.barrier()
+    holds = leader and run_directory.LAUNCHED not in os.environ
+    lock = _together(control, lambda: run_directory.Lock(run) if holds else None)
     trainer = Trainer(config, world, control, corpus, run)
     trainer.prime()
     if config.loop.resume:
-        trainer.resume()
-    metrics = MetricsWriter(
-        run, world.rank, resume_step=trainer.step if config.loop.resume else None
-    )
-    if leader and display is not None:
-        metrics.also.append(display.update)
-    if leader and config.loop.tensorboard:
-        metrics.also.append(tensorboard_listener(run))
+        _together(control, trainer.resume)
+    if leader:
+        run_directory.forget_summary(run)
+        run_directory.write_config(run, config)
+    metrics = _metrics(config, trainer, display if leader else None)
     trainer.stop_on_signals()
     summary = trainer.train(metrics)
     if leader:
@@ -48,4 +46,29 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> Path:
     if lock is not None:
         lock.release()
     world_module.shutdown()
-    return run
+    return run, summary
+
+
+def _metrics(config: TrainConfig, trainer: Trainer, display: Display | None) -> MetricsWriter:
+    rank, resumed = trainer.world.rank, config.loop.resume
+    metrics = MetricsWriter(trainer.run, rank, resume_step=trainer.step if resumed else None)
+    if display is not None:
+        metrics.also.append(display.update)
+    if rank == 0 and config.loop.tensorboard:
+        metrics.also.append(tensorboard_listener(trainer.run, trainer.step))
+    return metrics
+
+
+def _together(control: Wire, action: Callable[[], T]) -> T:
+    """What is refused on one rank is refused on all of them, with the same words."""
+    result: T
+    problem = ""
+    try:
+        result = action()
+    except UsageError as error:
+        problem = str(error)
+    problems = [os.fsdecode(text) for text in control.gather_bytes(os.fsencode(problem))]
+    for rank, text in enumerate(problems):
+        if text:
+            raise UsageError(problem or f"worker {rank}: {text}")
+    return result
