@@ -450,7 +450,7 @@ def different_start() -> str:
     weights = nn.Parameter(torch.full((4,), float(tw.Wire().rank == 2)))
     optimizer = tw.CO2(torch.optim.SGD([weights], lr=0.1))
     weights.grad = torch.zeros(4)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="the weights at the first step differ") as error:
         optimizer.step()
     return str(error.value)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.optim.flat import local_part
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same_values
 from thinwire.wire.wire import Group, Wire
@@ -117,5 +118,7 @@ class WireOptimizer(torch.optim.Optimizer):
 
     def _check_start(self) -> None:
         """Before anything is sent: replicas that start apart never meet."""
-        require_same_values(self.wire, self._parameters, "the weights at the first step")
+        require_same_values(
+            self.wire, map(local_part, self._parameters), "the weights at the first step"
+        )
         self._checked = True

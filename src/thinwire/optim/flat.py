@@ -4,12 +4,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The rank's own shard of a DTensor (an FSDP2 parameter, say); other tensors as they are.
+
+    It shares the tensor's memory: what is written to it is written to the tensor.
+    """
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Flat:
-    """The layout of a list of tensors in one flat buffer, and copies in both directions."""
+    """The layout of a list of tensors in one flat buffer, and copies in both directions.
+
+    Of a DTensor only this rank's shard takes part.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        tensors = [local_part(t) for t in tensors]
         self.shapes = [t.shape for t in tensors]
         self.sizes = [t.numel() for t in tensors]
         self.numel = sum(self.sizes)
@@ -24,13 +38,13 @@ class Flat:
             if tensor is None:
                 view.zero_()
             else:
-                view.copy_(tensor.detach().reshape(-1))
+                view.copy_(local_part(tensor).reshape(-1))
         return out
 
     def unpack(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the buffer back into the tensors, in their own dtype."""
         for view, tensor in zip(self.views(flat), tensors, strict=True):
-            tensor.detach().copy_(view)
+            local_part(tensor).copy_(view)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The buffer seen as the tensors."""

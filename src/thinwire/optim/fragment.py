@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from thinwire.optim.flat import Flat
+from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.outer import Outer, OuterState
+from thinwire.optim.shards import Shards
 from thinwire.wire.codecs import Codec, ErrorFeedback
 from thinwire.wire.flight import Flight, all_finite
 from thinwire.wire.wire import Wire
@@ -29,6 +29,7 @@ class Fragment:
         self,
         tensors: Sequence[Tensor],
         wire: Wire,
+        shards: Shards,
         codec: Codec | ErrorFeedback,
         outer: Outer,
         *,
@@ -38,11 +39,12 @@ class Fragment:
         device: torch.device | None,
     ) -> None:
         self._tensors = [local_part(t) for t in tensors]
-        self._wire, self.codec, self.fresh, self.phase = wire, codec, fresh, phase
+        self._wire, self._shards = wire, shards
+        self.codec, self.fresh, self.phase = codec, fresh, phase
         self._flat = Flat(self._tensors)
         self.anchor = self._flat.pack(self._tensors, self._new(device))
         self.buffer = self._new(device)
-        self.outer = OuterState(outer, self.anchor, always=late and fresh == 0)
+        self.outer = OuterState(outer, self.anchor, shards, always=late and fresh == 0)
         self.previous = torch.zeros_like(self.anchor) if fresh > 0 else None
         self.flight: Flight | None = None
 
@@ -66,9 +68,10 @@ class Fragment:
         if flight is None:
             return False
         flight.wait()
-        if not flight.finite:
+        usable = self._shards.all(flight.finite)
+        if not usable:
             self._wire.account.skipped += 1
-        return flight.finite
+        return usable
 
     def step(self, inner_lr: float) -> None:
         """Moves the anchor by the mean in the buffer."""
@@ -194,7 +197,7 @@ class Fragment:
         for out, anchor, tensor in views:
             start = anchor if tensor.dtype == torch.float32 else anchor.to(tensor.dtype).float()
             torch.sub(start, tensor.to(anchor.device, torch.float32), out=out)
-        return all_finite(into)
+        return self._shards.all(all_finite(into))
 
     def _new(self, device: torch.device | None) -> Tensor:
         pinned = device is not None and device.type == "cpu" and self._flat.device.type == "cuda"
@@ -208,12 +211,6 @@ class Fragment:
                 "was saved with other parameters, fragments or settings"
             )
         buffer.copy_(saved)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The rank's own shard of an FSDP2 parameter; other tensors as they are."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def partition(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:

@@ -35,6 +35,7 @@ from thinwire.optim.auto_period import AutoPeriod
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.fragment import Fragment, partition
 from thinwire.optim.outer import Outer, stability_warning
+from thinwire.optim.shards import Shards
 from thinwire.optim.travelling_buffers import TravellingBuffers
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
 from thinwire.wire.wire import Group
@@ -91,10 +92,12 @@ class LocalUpdates(WireOptimizer):
         self.every: int | None = every if isinstance(every, int) else None
         self.delay, self.fresh, self.merge, self.outer = delay, fresh, merge, outer
         late = delay == "round"
+        shards = Shards(self._parameters)
         self.fragments = [
             Fragment(
                 tensors,
                 self.wire,
+                shards,
                 _own_codec(codec),
                 outer,
                 late=late,

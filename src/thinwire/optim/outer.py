@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.optim.shards import Shards
+
 _LARGEST_GAP = 8.0
 _NORM_MEMORY = 0.9  # of the average norm that clipping by norm compares with
 _MARGIN = 0.8  # settings are called stable up to this share of the exact limit
@@ -71,8 +73,9 @@ class OuterState:
     flight - before the anchor moves.
     """
 
-    def __init__(self, settings: Outer, anchor: Tensor, *, always: bool) -> None:
+    def __init__(self, settings: Outer, anchor: Tensor, shards: Shards, *, always: bool) -> None:
         self.settings = settings
+        self._norm = shards.norm
         keeps = always or settings.momentum > 0 or settings.clip is not None
         self.momentum = torch.zeros_like(anchor) if keeps else None
         self.moved = 0.0  # |x_t - x_{t-1}|
@@ -83,7 +86,7 @@ class OuterState:
     def absorb(self, mean: Tensor, inner_lr: float) -> None:
         """The first half: penalty, momentum, clipping. `mean` is only read."""
         s = self.settings
-        size = float(torch.linalg.vector_norm(mean))
+        size = self._norm(mean)
         self.penalty = self._penalty(size)
         norm = 0.0
         if self.momentum is not None:
@@ -130,7 +133,7 @@ class OuterState:
         self.usual = _NORM_MEMORY * self.usual + (1 - _NORM_MEMORY) * size if self.usual else size
         if s.clip is not None and s.clip_by == "value":
             self.momentum.clamp_(-s.clip, s.clip)
-        norm = float(torch.linalg.vector_norm(self.momentum))
+        norm = self._norm(self.momentum)
         if s.clip is None or s.clip_by == "value":
             return norm
         limit = s.clip * self.usual / (1 - s.momentum)

@@ -1,0 +1,191 @@
+"""The local-update methods for the trainer: their flags, and the replica that runs them."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.optim import (
+    CO2,
+    DiLoCo,
+    Eager,
+    LocalSGD,
+    LocalUpdates,
+    Overlapped,
+    SlowMo,
+    StreamingDiLoCo,
+)
+from thinwire.wire import codecs
+from thinwire.wire.wire import Group
+
+
+@dataclass
+class LocalSettings:
+    """Settings all local-update methods share."""
+
+    every: str = "24"
+    """Inner steps in a round, or auto: the shortest round that hides the averaging, measured in the
+    first steps. Raise it while much time is exposed; lower it when the loss falls behind ddp."""
+    codec: str = "fp32"
+    """Form in which progress travels: fp32, bf16, fp16, int8 or int4, with error feedback as in
+    int4+ef. Shrink the payload before you lengthen the round."""
+    offload: bool = False
+    """Keep the outer state in host memory. For when the accelerator's memory runs out."""
+
+
+@dataclass
+class LocalSgdSettings(LocalSettings):
+    """Local SGD: plain averaging of the weights."""
+
+    every: str = "8"
+    """Inner steps in a round (or auto). Every round ends with a wait for the network."""
+
+
+@dataclass
+class SlowMoSettings(LocalSettings):
+    """SlowMo: blocking rounds with an outer momentum."""
+
+    every: str = "48"
+    """Inner steps in a round (or auto). Every round ends with a wait for the network."""
+    outer_lr: float = 1.0
+    """Share of the mean progress that is taken over. Lower it when the loss swings with the
+    rounds."""
+    outer_momentum: float = 0.5
+    """Carries progress from round to round. Lower it when the loss overshoots."""
+
+
+@dataclass
+class DiLoCoSettings(LocalSettings):
+    """DiLoCo: long blocking rounds with a Nesterov momentum."""
+
+    every: str = "100"
+    """Inner steps in a round (or auto). Every round ends with a wait for the network."""
+    outer_lr: float = 0.7
+    """Share of the mean progress that is taken over. Lower it when the loss swings with the
+    rounds."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum. Lower it in short runs: it needs tens of rounds to build up."""
+
+
+@dataclass
+class StreamingSettings(DiLoCoSettings):
+    """Streaming DiLoCo: fragments of the model, each averaged in its own turn."""
+
+    codec: str = "int4"
+    """Form in which progress travels. 4 bits are the published choice."""
+    outer_lr: float = 0.4
+    """Share of the mean progress that is taken over."""
+    fragments: int = 4
+    """Groups of layers. More of them spread the traffic more evenly; --every must divide by it."""
+    delay: int = 5
+    """Steps a fragment's mean may be in the air. Raise it while time is exposed."""
+    merge: float = 0.5
+    """Weight of the local value when a mean arrives."""
+
+
+@dataclass
+class Co2Settings(LocalSettings):
+    """CO2: averaging hidden behind a whole round, one anchor for all."""
+
+    outer_lr: float = 1.0
+    """Share of the mean progress that is taken over. Lower it when rounds swing."""
+    outer_momentum: float = 0.2
+    """Grow it with the number of replicas (0 to 0.6). A warning tells when it is too high for a
+    mean that is a round old."""
+    penalty: str = "gap"
+    """What divides the stale mean: gap (measured each round) or a number >= 1. Raise it when the
+    loss diverges here and not with slowmo."""
+    clip: float = 2.0
+    """Bound of the outer momentum; 0 does not clip. Lower it when single rounds throw the loss
+    up."""
+    clip_by: Literal["norm", "value"] = "norm"
+    """norm is free of units; value clips each element, as published."""
+
+
+@dataclass
+class EagerSettings(LocalSettings):
+    """Eager updates: a round late, own progress in its share of the mean."""
+
+    every: str = "30"
+    """Inner steps in a round, or auto."""
+    outer_lr: float = 0.4
+    """Share of the mean progress that is taken over. Lower it with more than two replicas."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum."""
+
+
+@dataclass
+class OverlappedSettings(LocalSettings):
+    """Overlapped: never waits, and on average nothing is late. What we recommend."""
+
+    outer_lr: float = 1.0
+    """Share of the mean progress that is taken over."""
+    outer_momentum: float = 0.5
+    """Carries progress from round to round. Lower it when the loss overshoots."""
+
+
+PRESETS: dict[str, tuple[str, type[LocalSettings], type[LocalUpdates]]] = {
+    "overlapped": (
+        "averaging hidden behind compute, nothing late on average (ours)",
+        OverlappedSettings,
+        Overlapped,
+    ),
+    "co2": ("averaging hidden behind compute, one round late", Co2Settings, CO2),
+    "slowmo": ("blocking rounds with outer momentum", SlowMoSettings, SlowMo),
+    "local-sgd": ("blocking averaging of the weights", LocalSgdSettings, LocalSGD),
+    "diloco": ("long blocking rounds, Nesterov", DiLoCoSettings, DiLoCo),
+    "streaming-diloco": ("DiLoCo by fragments, 4 bits", StreamingSettings, StreamingDiLoCo),
+    "eager": ("DiLoCo one round late with own progress", EagerSettings, Eager),
+}
+
+
+def build_local(
+    kind: type[LocalUpdates],
+    inner: torch.optim.Optimizer,
+    settings: LocalSettings,
+    model: nn.Module,
+    group: Group,
+) -> LocalUpdates:
+    """The optimizer that a preset's flags describe."""
+    values: dict[str, Any] = dict(vars(settings))
+    values["every"] = parse_every(settings.every)
+    values["codec"] = codecs.parse(settings.codec)
+    if "penalty" in values:
+        values["penalty"] = _parse_penalty(values["penalty"])
+        values["clip"] = values["clip"] or None
+    return kind(inner, buffers=model.buffers(), group=group, **values)
+
+
+def check_local(kind: type[LocalUpdates], settings: LocalSettings) -> None:
+    """Builds the method on a toy, so that bad settings are refused before anything starts."""
+    toy = nn.Sequential(*(nn.Linear(1, 1) for _ in range(64)))
+    inner = torch.optim.SGD(toy.parameters(), lr=0.1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will give them
+            build_local(kind, inner, settings, toy, None)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def parse_every(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--every takes a number of steps or auto, got {text!r}") from None
+
+
+def _parse_penalty(text: str) -> float | Literal["gap"]:
+    if text == "gap":
+        return "gap"
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--penalty takes gap or a number >= 1, got {text!r}") from None
