@@ -169,6 +169,8 @@ _LEAST = {
     "seed": 0,
     "clip": 0,
     "final_lr": 0,
+    "lr": 0,
+    "weight_decay": 0,
 }
 
 
