@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import pickle
+import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -35,7 +36,9 @@ def ranks() -> Iterator[Ranks]:
 
     The function is a module-level one and may call anything of torch.distributed or thinwire. An
     exception on any rank fails the test with that rank's traceback, unless `errors=True`: then
-    exceptions come back as values, and a rank that died as `Died`.
+    exceptions come back as values, and a rank that died as `Died`. Ranks in `silent` are not asked
+    for an answer and give None. With `own_store=True` the store lives in rank 0, as it does without
+    torchrun, and dies with it.
     """
     started: list[Any] = []
 
@@ -45,24 +48,36 @@ def ranks() -> Iterator[Ranks]:
         *args: Any,
         errors: bool = False,
         within: float = 90,
+        silent: Container[int] = (),
+        own_store: bool = False,
     ) -> list[Any]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port, held = (free_port(), "False") if own_store else (store.port, "True")
         pipes = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_rank, args=(rank, size, store.port, theirs, function, args), daemon=True
+                target=_rank, args=(rank, size, port, held, theirs, function, args), daemon=True
             )
             process.start()
             theirs.close()
             started.append(process)
             pipes.append((ours, process))
-        return [_answer(pipe, process, errors, within) for pipe, process in pipes]
+        return [
+            None if rank in silent else _answer(pipe, process, errors, within)
+            for rank, (pipe, process) in enumerate(pipes)
+        ]
 
     yield run
     for process in started:
         process.kill()
         process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def _answer(pipe: Connection, process: Any, errors: bool, within: float) -> Any:
@@ -88,7 +103,13 @@ class Failed:
 
 
 def _rank(
-    rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], args: Any
+    rank: int,
+    size: int,
+    port: int,
+    store_held: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -96,7 +117,7 @@ def _rank(
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the test holds the store, so rank 0 may die
+        "TORCHELASTIC_USE_AGENT_STORE": store_held,  # if the test holds it, rank 0 may die
         "OMP_NUM_THREADS": "1",
     }
     torch.set_num_threads(1)

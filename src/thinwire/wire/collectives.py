@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from thinwire.wire.groups import NEVER
+
 # torch 2.13 renamed this one and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_FOREVER = timedelta(hours=24)
 _POLL = 0.001  # seconds between two looks at a device; nccl's own blocking wait sleeps as long
 
 
@@ -63,7 +64,7 @@ class Message(Part):
 
     def _wait(self) -> None:
         try:
-            self.work.wait(_FOREVER)
+            self.work.wait(NEVER)
         except BaseException as error:  # raised again by `arrives`
             self._done.set_exception(error)
         else:

@@ -43,6 +43,7 @@ from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part, Started, TransferError
 from thinwire.wire.compressed_mean import compressed_mean, own_part
 from thinwire.wire.flight import Flight, all_finite
+from thinwire.wire.groups import new_group
 from thinwire.wire.heartbeat import Heartbeat
 from thinwire.wire.lane import Lane
 
@@ -96,15 +97,14 @@ class Wire:
         self.timeout = timeout or self.world.timeout
         self.group: ProcessGroup | None = None
         if self.size > 1:
-            self.group = dist.new_group(
-                self.ranks, timeout=world.NEVER, use_local_synchronization=True
-            )
+            self.group = new_group(self.ranks)
         self._key = f"{name}:{self.group.group_name[:8]}" if self.group is not None else name
         self._issuer = Lane(f"{name}-issue")
         self._landers: dict[str, Lane] = {}
         self._stream: torch.cuda.Stream | None = None
         self._rate = _ASSUMED_RATE
         self._timed = False
+        self._issuing = 0  # number of the transfer that the issuing lane is busy with
         self._closed = False
         self._broken: Exception | None = None
         self._breaking = threading.Lock()
@@ -336,7 +336,7 @@ class Wire:
         key = lane if peer is None else f"{lane} {peer}"
         number = self._number() if peer is None else 0
         late = (lambda: self._late(number)) if peer is None else (lambda: self._late_peer(peer))
-        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue))
+        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, number))
         flight._lands_with(
             self._lander(key).submit(lambda: self._land(flat, issued, flight.launched_at, late))
         )
@@ -351,9 +351,10 @@ class Wire:
         return [self._issuer, *self._landers.values()]
 
     def _issue(
-        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue
+        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue, number: int
     ) -> tuple[Started, Land, Tensor]:
         self._require_whole()
+        self._issuing = number
         assert self.group is not None
         carrier = collectives.transport_device(flat, self.group, self.world.device)
         try:
@@ -390,7 +391,8 @@ class Wire:
 
     def _finish_phase(self, started: Started) -> None:
         """An inner phase: counted here, since the flight's launch counts the last one only."""
-        self._finish(started, started[1], lambda: self._late(0))
+        number = self._issuing
+        self._finish(started, started[1], lambda: self._late(number))
         self.account.sent(started[1])
 
     def _finish(self, started: Started, nbytes: int, late: Late) -> None:
@@ -555,7 +557,7 @@ def _ranks_of(group: Group, world_size: int) -> list[int]:
                 f"name one, as in mesh[{(group.mesh_dim_names or ('replica',))[0]!r}]"
             )
         group = group.get_group()
-    return list(dist.get_process_group_ranks(group))
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def group_size(group: Group) -> int:

@@ -15,9 +15,6 @@ from thinwire.errors import PeerLost, UsageError
 from thinwire.wire.heartbeat import Heartbeat
 
 DEFAULT_TIMEOUT = 60.0
-# Waiting is bounded by `Wire`, which can tell a slow link from a lost peer; the backend's own
-# limit, which can not, is set out of the way.
-NEVER = timedelta(hours=24)
 _JOIN_TIMEOUT = timedelta(seconds=300)
 
 

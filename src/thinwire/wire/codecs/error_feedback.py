@@ -28,6 +28,8 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, *, decay: float = 1.0) -> None:
         if isinstance(codec, ErrorFeedback):
             raise ValueError("ErrorFeedback(ErrorFeedback(...)): one layer keeps all of the error")
+        if not isinstance(codec, Codec):
+            raise ValueError(f"ErrorFeedback wraps a codec such as Int8(), got {codec!r}")
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"ErrorFeedback(decay=...) takes a number in [0, 1], got {decay}")
         self.codec = codec
@@ -62,6 +64,7 @@ class ErrorFeedback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.worker = _Memory("worker", state["worker"])
         self.owner = _Memory("owner", state["owner"])
+        self._in_the_air = False
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r}, decay={self.decay})"
