@@ -1,4 +1,7 @@
-"""Flat: many tensors as one float32 buffer, the shape in which everything travels."""
+"""Flat: many tensors as one buffer, the shape in which everything travels.
+
+The buffer is float32, and float64 if any of the tensors is: nothing is rounded by being packed.
+"""
 
 from collections.abc import Sequence
 
@@ -27,13 +30,15 @@ class Flat:
         self.shapes = [t.shape for t in tensors]
         self.sizes = [t.numel() for t in tensors]
         self.numel = sum(self.sizes)
+        double = any(t.dtype == torch.float64 for t in tensors)
+        self.dtype = torch.float64 if double else torch.float32
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def new(self) -> Tensor:
-        return torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def pack(self, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Copies the tensors into `out`, as float32; None counts as zeros."""
+        """Copies the tensors into `out`; None counts as zeros."""
         for view, tensor in zip(out.split(self.sizes), tensors, strict=True):
             if tensor is None:
                 view.zero_()

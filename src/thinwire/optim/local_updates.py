@@ -164,8 +164,8 @@ class LocalUpdates(WireOptimizer):
         with torch.no_grad():
             own = [fragment.values() for fragment in self.fragments]
             for fragment, values in zip(self.fragments, own, strict=True):
-                fragment.set_values(self.wire.mean(values.clone()).wait())
-            own_buffers = self._buffers.swap_in_mean()
+                fragment.set_values(self.meeting.mean(values.clone()).wait())
+            own_buffers = self._buffers.swap_in_mean(self.meeting)
         try:
             yield
         finally:

@@ -39,12 +39,12 @@ class TravellingBuffers:
             self._launch()
             self._land()
 
-    def swap_in_mean(self) -> Tensor | None:
+    def swap_in_mean(self, wire: Wire) -> Tensor | None:
         """Puts the mean of all replicas in place; returns this one's own values."""
         if not self._buffers:
             return None
         own = self._values()
-        self._flat.unpack(self._wire.mean(own.clone()).wait(), self._buffers)
+        self._flat.unpack(wire.mean(own.clone()).wait(), self._buffers)
         return own
 
     def restore(self, own: Tensor | None) -> None:

@@ -98,7 +98,7 @@ class TrainConfig:
     def kept(self) -> dict[str, Any]:
         """What a run cannot change when it is resumed: a checkpoint's state depends on it."""
         values = flat_values(self)
-        names = ["method", "seed", "optimizer", "optimizer_arg", "weight_decay"]
+        names = ["method", "seed", "shards", "optimizer", "optimizer_arg", "weight_decay"]
         names += [f.name for f in fields(self.settings)] if self.settings else []
         kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in names}))
         return kept
@@ -152,11 +152,18 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--{changed} shapes emulated links: add --lab to run in the lab")
     if config.loop.resume and not config.loop.run:
         raise UsageError("--resume continues an earlier run: name its directory with --run")
-    find_method(config.method).check(config.settings)
+    method = find_method(config.method)
+    method.check(config.settings)
+    if config.model.shards > 1 and not method.shardable:
+        raise UsageError(
+            f"--shards {config.model.shards}: {method.name} keeps each replica whole on one rank; "
+            "use another method, or --shards 1"
+        )
 
 
 _LEAST = {
     "workers": 1,
+    "shards": 1,
     "steps": 1,
     "accumulate": 1,
     "batch": 1,

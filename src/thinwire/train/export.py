@@ -69,23 +69,40 @@ def load_exported(path: str | Path) -> GPT:
 
 
 def _mean_weights(manifest: checkpoint.Manifest) -> Weights:
-    first = checkpoint.load(manifest.path, replica=0, keys={"model"})
-    if "model" in first.shared:
-        return _weights(first.shared["model"])
-    if "model" not in first.private:
-        raise UsageError(f"the checkpoint {manifest.path} holds no model")
-    own = _weights(first.private["model"])
+    shared = checkpoint.load(manifest.path, replica=0, keys={"model"}).shared
+    if "model" in shared:
+        return _weights(shared["model"])
+    shards = int(manifest.meta.get("shards", 1))
+    count = manifest.replicas // shards
+    own = _replica(manifest, 0, shards)
     totals = {name: _summable(tensor) for name, tensor in own.items()}
-    for replica in range(1, manifest.replicas):  # one at a time, to hold two models at most
-        other = checkpoint.load(manifest.path, replica=replica, keys={"model"}).private["model"]
+    for replica in range(1, count):  # one at a time, to hold two models at most
+        other = _replica(manifest, replica, shards)
         for name, total in totals.items():
             if total.is_floating_point():
                 total += other[name].float()
     means = {
-        name: (t / manifest.replicas if t.is_floating_point() else t).to(own[name].dtype)
+        name: (t / count if t.is_floating_point() else t).to(own[name].dtype)
         for name, t in totals.items()
     }
     return _retie(own, means)
+
+
+def _replica(manifest: checkpoint.Manifest, replica: int, shards: int) -> Weights:
+    """One replica's weights, put together from its ranks' shards of the first dimension."""
+    parts = []
+    for rank in range(replica * shards, (replica + 1) * shards):
+        private = checkpoint.load(manifest.path, replica=rank, keys={"model"}).private
+        if "model" not in private:
+            raise UsageError(f"the checkpoint {manifest.path} holds no model")
+        parts.append(_weights(private["model"]))
+    if shards == 1:
+        return parts[0]
+    whole: dict[int, Tensor] = {}  # by the first part's tensor, so that tied names stay tied
+    for name, tensor in parts[0].items():
+        if id(tensor) not in whole:
+            whole[id(tensor)] = torch.cat([part[name] for part in parts])
+    return {name: whole[id(tensor)] for name, tensor in parts[0].items()}
 
 
 def _weights(state: Any) -> Weights:

@@ -22,6 +22,7 @@ from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
 from thinwire.train.models import GPT, build_model, model_settings
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pulse import Pulse
+from thinwire.train.sharding import make_mesh, shard_model
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import World
@@ -43,9 +44,15 @@ class Trainer:
         self._corpus = corpus
         context, seed = config.data.context, config.loop.seed
         self.model = build_model(config.model, corpus.vocab, context, seed).to(world.device)
+        self.shards = config.model.shards
+        group = None
+        if self.shards > 1:
+            mesh = make_mesh(world, self.shards)
+            shard_model(self.model, mesh)
+            group = mesh["replica"]
         inner = build_optimizer(config.optimizer, self.model)
         method = find_method(config.method)
-        self.replica: Replica = method.build(self.model, inner, config.settings)
+        self.replica: Replica = method.build(self.model, inner, config.settings, group)
         self.batches = Batches(
             corpus.train,
             context,
@@ -108,6 +115,8 @@ class Trainer:
 
     def save(self) -> None:
         shared, private = self.replica.state()
+        if self.shards > 1:  # what replicas have in common, each rank has its own part of
+            shared, private = {}, private | shared
         private |= {
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -137,7 +146,8 @@ class Trainer:
         _check_resumed(loaded.meta, self._meta(), self.model, self.run)
         same = loaded.replicas == self.world.size
         shared, private = loaded.shared, loaded.private
-        self.replica.load_state(shared, private, same_replicas=same)
+        common = private if self.shards > 1 else shared
+        self.replica.load_state(common, private, same_replicas=same)
         self.batches.position = shared["position"]
         self.seconds = shared["seconds"]
         self._evaluated, self.val_loss = shared["evaluated"]
@@ -221,8 +231,8 @@ class Trainer:
                 self._corpus.validation,
                 config.data.context,
                 config.data.batch,
-                self.world.rank,
-                self.world.size,
+                self.world.rank // self.shards,  # the ranks of a replica compute together
+                self.world.size // self.shards,
                 config.loop.eval_windows,
                 mask_vocab=self._mask_vocab,
             ):
@@ -267,6 +277,7 @@ class Trainer:
         return {
             **_identity(self.config, self._corpus, self.model),
             "parameters": checkpoint.describe_model(self.model),
+            "shards": self.shards,
         }
 
 

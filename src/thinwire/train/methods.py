@@ -5,22 +5,27 @@ that builds a `Replica`. Nothing else in the trainer, the command line or the re
 methods there are.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
-from thinwire.optim import GradientAverage
+from thinwire.optim import GradientAverage, LocalUpdates
 from thinwire.optim.flat import Flat
+from thinwire.train.local_methods import PRESETS, LocalSettings, build_local, check_local
+from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire import codecs
 from thinwire.wire.account import Account
 from thinwire.wire.ddp import DdpMeter
-from thinwire.wire.wire import Wire
+from thinwire.wire.wire import Group, Wire
 
 State = dict[str, Any]
 
@@ -47,7 +52,7 @@ class Replica:
     def step(self, clip: float) -> float:
         """Clips, steps, and returns the gradient's norm; a norm that is not finite is a skip."""
         norm = self._clip(clip)
-        if norm == norm and norm != float("inf"):
+        if math.isfinite(norm):
             self.optimizer.step()
         else:
             self.account.skipped += 1
@@ -63,19 +68,21 @@ class Replica:
 
     def state(self) -> tuple[State, State]:
         """What a checkpoint keeps: what all replicas have in common, and what is this one's own."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = local_state(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        )
         return (state, {}) if self.replicated else ({}, state)
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         state = shared if self.replicated else private
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_model_state(self.model, state["model"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
 
     def _clip(self, clip: float) -> float:
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         limit = clip if clip > 0 else float("inf")
         norm: Tensor = nn.utils.clip_grad_norm_(parameters, limit)
-        return float(norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class SeparateReplica(Replica):
@@ -84,9 +91,9 @@ class SeparateReplica(Replica):
     That goes over a wire of its own, for it is no part of what the method costs.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(module, optimizer)
-        self._meeting = Wire(name="consensus")
+        self._meeting = Wire(group, name="consensus")
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -95,14 +102,13 @@ class SeparateReplica(Replica):
             yield
             return
         weights = list(self.model.parameters())
-        own = [weight.detach().clone() for weight in weights]
         flat = Flat(weights)
-        flat.unpack(self._meeting.mean(flat.pack(weights, flat.new())).wait(), weights)
+        own = flat.pack(weights, flat.new())
+        flat.unpack(self._meeting.mean(own.clone()).wait(), weights)
         try:
             yield
         finally:
-            for weight, value in zip(weights, own, strict=True):
-                weight.detach().copy_(value)
+            flat.unpack(own, weights)
 
 
 class DdpReplica(Replica):
@@ -123,10 +129,11 @@ class DdpReplica(Replica):
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        module = self.module
-        adding_up = not last and isinstance(module, DistributedDataParallel)
+        adding_up: AbstractContextManager[None] = nullcontext()
+        if not last and isinstance(self.module, DistributedDataParallel):
+            adding_up = self.module.no_sync()
         try:
-            with module.no_sync() if adding_up else nullcontext():
+            with adding_up:
                 yield
         except RuntimeError as error:
             if self._wire.lost is not None:  # hidden by the autograd engine in one of its own
@@ -158,15 +165,54 @@ class WireReplica(Replica):
 
     def state(self) -> tuple[State, State]:
         inner = self.optimizer.inner.state_dict()
-        shared = {"model": self.model.state_dict(), "inner": inner}
+        shared = local_state({"model": self.model.state_dict(), "inner": inner})
         return shared, {"method": self.optimizer.method_state()}
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
-        self.model.load_state_dict(shared["model"])
+        load_model_state(self.model, shared["model"])
+        load_optimizer_state(self.optimizer.inner, shared["inner"])
         # Error feedback belongs to a rank and its part of the buffer: with another number of ranks
         # it starts anew, which costs what one step's payload had lost.
-        method = private["method"] if same_replicas else self.optimizer.method_state()
-        self.optimizer.load_state_dict({"inner": shared["inner"], "method": method})
+        if same_replicas:
+            self.optimizer.load_method_state(private["method"])
+        self.optimizer.adopt_inner()
+
+
+class LocalReplica(Replica):
+    """A replica that steps on its own and meets the others by the rounds of `LocalUpdates`."""
+
+    optimizer: LocalUpdates
+
+    def __init__(self, module: nn.Module, optimizer: LocalUpdates) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def step(self, clip: float) -> float:
+        norm = self._clip(clip)
+        if not math.isfinite(norm):
+            # The round must still advance, on every rank alike: this replica takes no step in it.
+            self.account.skipped += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        state = local_state(
+            {"model": self.model.state_dict(), "inner": self.optimizer.inner.state_dict()}
+        )
+        return {}, {**state, "method": self.optimizer.method_state()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        load_model_state(self.model, private["model"])
+        load_optimizer_state(self.optimizer.inner, private["inner"])
+        self.optimizer.load_method_state(private["method"])
+        self.optimizer.adopt_inner()
 
 
 @dataclass
@@ -192,7 +238,7 @@ class AverageSettings:
     int4+ef."""
 
 
-Build = Callable[[nn.Module, torch.optim.Optimizer, Any], Replica]
+Build = Callable[[nn.Module, torch.optim.Optimizer, Any, Group], Replica]
 
 
 @dataclass(frozen=True)
@@ -203,18 +249,39 @@ class Method:
     build: Build
     check: Callable[[Any], None] = lambda settings: None
     """Refuses bad settings with a UsageError before anything is started."""
+    shardable: bool = True
+    """Whether a replica may be spread over several ranks (--shards)."""
 
 
-def _none(module: nn.Module, inner: torch.optim.Optimizer, settings: NoSettings) -> Replica:
-    return SeparateReplica(module, inner)
+def _none(
+    module: nn.Module, inner: torch.optim.Optimizer, settings: NoSettings, group: Group
+) -> Replica:
+    return SeparateReplica(module, inner, group)
 
 
-def _ddp(module: nn.Module, inner: torch.optim.Optimizer, settings: DdpSettings) -> Replica:
+def _ddp(
+    module: nn.Module, inner: torch.optim.Optimizer, settings: DdpSettings, group: Group
+) -> Replica:
     return DdpReplica(module, inner, settings.bucket_mb)
 
 
-def _average(module: nn.Module, inner: torch.optim.Optimizer, settings: AverageSettings) -> Replica:
-    return WireReplica(module, GradientAverage(inner, codec=codecs.parse(settings.codec)))
+def _average(
+    module: nn.Module, inner: torch.optim.Optimizer, settings: AverageSettings, group: Group
+) -> Replica:
+    codec = codecs.parse(settings.codec)
+    return WireReplica(module, GradientAverage(inner, codec=codec, group=group))
+
+
+def _local(name: str) -> Method:
+    """A preset of `LocalUpdates` as a method of the trainer."""
+    summary, settings_type, kind = PRESETS[name]
+
+    def build(
+        module: nn.Module, inner: torch.optim.Optimizer, settings: LocalSettings, group: Group
+    ) -> Replica:
+        return LocalReplica(module, build_local(kind, inner, settings, module, group))
+
+    return Method(name, summary, settings_type, build, partial(check_local, kind))
 
 
 def _check_ddp(settings: DdpSettings) -> None:
@@ -230,7 +297,7 @@ METHODS = {
     method.name: method
     for method in (
         Method("none", "no communication: the yardstick of speed", NoSettings, _none),
-        Method("ddp", "PyTorch's data parallelism", DdpSettings, _ddp, _check_ddp),
+        Method("ddp", "PyTorch's data parallelism", DdpSettings, _ddp, _check_ddp, shardable=False),
         Method(
             "average",
             "data parallelism with a codec for the gradients",
@@ -238,6 +305,7 @@ METHODS = {
             _average,
             _check_average,
         ),
+        *map(_local, PRESETS),
     )
 }
 

@@ -67,6 +67,10 @@ class ModelConfig:
     """Recompute each block's activations in the backward pass: far less memory, a third more
     compute, the same gradients."""
 
+    shards: int = 1
+    """Ranks that share one replica, each holding a part of the weights and of all state (FSDP2).
+    Raise it when a replica does not fit one device; keep the shards inside a machine."""
+
 
 class Embed(nn.Module):
     """Tokens (B, T) -> (B, T, D)."""

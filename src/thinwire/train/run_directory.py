@@ -36,7 +36,7 @@ def check(config: TrainConfig, run: Path) -> None:
     if run.exists() and not run.is_dir():
         raise UsageError(f"--run {run} is a file, not a directory")
     if (run / _LOCK).exists() and LAUNCHED not in os.environ:
-        Lock(run).release()
+        Lock(run, shared=True).release()  # all ranks look at once, and none of them is in the way
     if config.loop.resume:
         _require_steps_left(config, checkpoint.read_manifest(run).step, run)
     elif (run / CONFIG).exists():
@@ -66,14 +66,14 @@ def _require_writable(run: Path) -> None:
 class Lock:
     """Held by the launcher, or by the first worker where nobody launched it; ends with it."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, shared: bool = False) -> None:
         try:
             run.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = (run / _LOCK).open("w")
         except OSError as error:
             raise UsageError(f"--run {run} cannot be written: {error.strerror}") from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise UsageError(

@@ -1,0 +1,139 @@
+"""How much of the compute's speed each method keeps on a slow link.
+
+    python benchmarks/overlap.py             2 workers, 3.2M parameters, 100 and 10 Mbit/s
+    python benchmarks/overlap.py --quick     100 Mbit/s only, 2 repetitions: about a minute
+
+Two emulated hosts in the lab, real sockets, methods interleaved in one run (see side_by_side.py).
+Efficiency is tokens/s over the same loop with no communication. `post-local-sgd` is PyTorch's own
+PostLocalSGDOptimizer. Prints a table for each rate, the memory of the outer state, and as its last
+line one JSON object: {"efficiency": {rate: {method: ...}}, "outer_bytes_per_parameter": {...}}.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from side_by_side import Build, Contender, race  # isort: skip
+
+import thinwire as tw
+from thinwire.lab import Lab, Link
+from thinwire.train.corpus import load_corpus
+from thinwire.train.data import DataConfig
+from thinwire.train.methods import Replica, find_method
+from thinwire.train.models import GPT
+from thinwire.wire.world import current
+
+MODEL, BATCH, CONTEXT, EVERY = "gpt-3m", 8, 128, 8
+
+
+def method(name: str, **settings: object) -> Build:
+    """A method of the trainer, with some of its flags set."""
+    entry = find_method(name)
+    return lambda model, inner: entry.build(model, inner, entry.settings(**settings), None)
+
+
+def post_local_sgd(model: GPT, inner: torch.optim.Optimizer) -> Replica:
+    averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
+    return Replica(model, PostLocalSGDOptimizer(inner, averager))
+
+
+def at_100_mbit() -> list[Contender]:
+    every = {"every": str(EVERY)}
+    return [
+        Contender("none", method("none"), 2, 2 * EVERY),
+        Contender("ddp", method("ddp"), 1, 6),
+        Contender("post-local-sgd", post_local_sgd, EVERY, 2 * EVERY),
+        Contender("co2", method("co2", **every), EVERY, 2 * EVERY),
+        Contender("overlapped", method("overlapped", **every), EVERY, 2 * EVERY),
+    ]
+
+
+def at_10_mbit() -> list[Contender]:
+    auto = {"every": "auto", "codec": "int4"}
+    # The measurement of every=auto takes 8 steps, and a round of 8 follows before a flight is up.
+    return [
+        Contender("none", method("none"), 2, 2 * EVERY),
+        Contender("ddp", method("ddp"), 0, 1),
+        Contender("co2, int4, auto", method("co2", **auto), 2 * EVERY, 2 * EVERY),
+        Contender("overlapped, int4, auto", method("overlapped", **auto), 2 * EVERY, 2 * EVERY),
+    ]
+
+
+RATES = {"100mbit": at_100_mbit, "10mbit": at_10_mbit}
+
+
+def worker(rate: str, repetitions: int) -> None:
+    tw.init(timeout=120)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if os.environ["RANK"] == "0":
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+    contenders = RATES[rate]()
+    figures = race(
+        contenders,
+        repetitions,
+        model=MODEL,
+        corpus=load_corpus(DataConfig()),
+        batch=BATCH,
+        context=CONTEXT,
+        world=current(),
+    )
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"figures": figures, "memory": memory(contenders)}), flush=True)
+    tw.shutdown()
+
+
+def memory(contenders: list[Contender]) -> dict[str, float]:
+    """Bytes of outer state per parameter."""
+    found = {}
+    for contender in contenders:
+        optimizer = contender.replica.optimizer
+        if isinstance(optimizer, tw.LocalUpdates):
+            numel = sum(p.numel() for p in contender.replica.model.parameters())
+            found[contender.name] = round(optimizer.outer_bytes / numel, 3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    efficiency, sizes = {}, {}
+    for rate in ["100mbit"] if quick else RATES:
+        lines: list[str] = []
+        with Lab(2, Link.of(rate, delay="1ms")) as lab:
+            lab.check()
+            command = [sys.executable, str(Path(__file__).resolve()), rate, "2" if quick else "5"]
+            outcome = lab.start(command, sink=lambda line, to=lines: to.append(line.text)).wait()
+        if outcome.code:
+            sys.exit(str(outcome))
+        answer = json.loads(next(line for line in lines if line.startswith("{")))
+        efficiency[rate], sizes = answer["figures"], sizes | answer["memory"]
+        show(rate, answer["figures"], [line for line in lines if not line.startswith("{")])
+    for name, size in sizes.items():
+        print(f"outer state of {name}: {size:g} bytes per parameter")
+    print(json.dumps({"efficiency": efficiency, "outer_bytes_per_parameter": sizes}))
+
+
+def show(rate: str, figures: dict[str, dict[str, float]], notes: list[str]) -> None:
+    print(f"\n2 workers, {MODEL}, {rate}")
+    for note in notes:
+        print(f"  {note}")
+    print(f"  {'method':24}{'ms/step':>10}{'efficiency':>12}   spread")
+    for name, f in figures.items():
+        print(
+            f"  {name:24}{f['ms_per_step']:10.1f}{f['efficiency']:12.3f}"
+            f"   {f['lowest']:.3f} to {f['highest']:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], int(sys.argv[2])) if "RANK" in os.environ else main()
