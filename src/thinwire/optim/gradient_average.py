@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.flat import Flat, local_part
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
 from thinwire.wire.wire import Group
 
 
@@ -45,9 +45,9 @@ class GradientAverage(WireOptimizer):
         group: Group = None,
     ) -> None:
         super().__init__(inner, group=group, name="GradientAverage")
-        self.codec = codec
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._flat = Flat(self._trained)
+        self.codec = codec or Dense(self._flat.dtype)
         self._buffer: Tensor | None = None
         self._ahead = False  # the averaged gradients are already in place
         self._idle: set[int] | None = None  # see [Note: parameters without gradients]

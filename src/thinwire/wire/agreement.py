@@ -11,21 +11,20 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.wire.wire import Wire
 
-_ABSENT = "(not set)"
+_ABSENT = "not set"  # no JSON text
 
 
 def require_same(wire: Wire, settings: Mapping[str, Any]) -> None:
     """Refuses settings that differ between ranks, naming the first that does."""
-    text = json.dumps(_flat(settings), sort_keys=True, default=str)
+    text = json.dumps(_flat(settings), sort_keys=True)
     digests = wire.gather_bytes(hashlib.sha256(text.encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(t) for t in wire.gather_bytes(text.encode())]
-    names = sorted(set().union(*everyone))
-    for name in names:
+    everyone: list[dict[str, str]] = [json.loads(t) for t in wire.gather_bytes(text.encode())]
+    for name in sorted(set().union(*everyone)):
         values = [given.get(name, _ABSENT) for given in everyone]
-        if any(value != values[0] for value in values):
-            groups = "; ".join(f"{json.dumps(v)} on {_ranks(r)}" for v, r in _by_value(values))
+        if len(set(values)) > 1:
+            groups = "; ".join(f"{value} on {_ranks(wire, r)}" for value, r in _by_value(values))
             raise UsageError(f"setting {name!r} differs between ranks: {groups}")
 
 
@@ -34,7 +33,7 @@ def require_same_values(wire: Wire, tensors: Iterable[Tensor], what: str) -> Non
     digests = wire.gather_bytes(digest(tensors))
     values = [d.hex()[:12] for d in digests]
     if len(set(values)) > 1:
-        groups = "; ".join(f"{v} on {_ranks(r)}" for v, r in _by_value(values))
+        groups = "; ".join(f"{v} on {_ranks(wire, r)}" for v, r in _by_value(values))
         raise UsageError(
             f"{what} differ between ranks (digest {groups}); build them from the same seed, or "
             "load the same checkpoint, on every rank"
@@ -51,22 +50,29 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
     return state.digest()
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Every setting as JSON text under its dotted name; equal texts are equal settings."""
+    flat: dict[str, str] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, default=_plain)
     return flat
 
 
-def _by_value(values: list[Any]) -> list[tuple[Any, list[int]]]:
-    groups: dict[str, tuple[Any, list[int]]] = {}
+def _plain(value: Any) -> Any:
+    """What JSON does not know: sets in one order, whatever else as its own text."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def _by_value(values: list[str]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(json.dumps(value), (value, []))[1].append(rank)
-    return list(groups.values())
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(wire: Wire, members: list[int]) -> str:
+    ranks = [wire.ranks[member] for member in members]  # as the launcher counts them
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

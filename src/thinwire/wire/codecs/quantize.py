@@ -2,7 +2,8 @@
 
 A block of `block` values shares one float32 scale s = max|x| / L with L = 127 or 7, and each value
 travels as round(x / s), an integer in [-L, L]. The error of a value is at most s / 2; a block
-whose scale is below the smallest normal float32 (1e-38) travels as zeros. A row's payload is its scales, then its integers:
+whose scale is below the smallest normal float32 (1e-38) travels as zeros. A row's payload is its
+scales, then its integers:
 
     [ s_0 .. s_{k-1} : 4k bytes | q_0 .. q_{part-1} : part bytes, or part/2 with two to a byte ]
 
