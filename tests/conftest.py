@@ -16,9 +16,12 @@ import torch.distributed as dist
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# A server that has imported torch once: each rank is a fork of it, started in milliseconds.
+# A server that has imported everything once: each rank is a fork of it, started in milliseconds.
+# (The first step of any torch optimizer imports torch._dynamo, which takes seconds.)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "thinwire.wire", "thinwire.optim"])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "pytest", "thinwire.wire", "thinwire.optim", "thinwire.wire.ddp"]
+)
 
 Ranks = Callable[..., list[Any]]
 
