@@ -4,6 +4,7 @@ from thinwire.wire.codecs.base import Codec
 from thinwire.wire.codecs.dense import Dense
 from thinwire.wire.codecs.error_feedback import ErrorFeedback
 from thinwire.wire.codecs.names import NAMES, parse
+from thinwire.wire.codecs.one_bit import OneBit
 from thinwire.wire.codecs.quantize import Int4, Int8
 
-__all__ = ["NAMES", "Codec", "Dense", "ErrorFeedback", "Int4", "Int8", "parse"]
+__all__ = ["NAMES", "Codec", "Dense", "ErrorFeedback", "Int4", "Int8", "OneBit", "parse"]

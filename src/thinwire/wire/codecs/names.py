@@ -8,6 +8,7 @@ from thinwire.errors import UsageError
 from thinwire.wire.codecs.base import Codec
 from thinwire.wire.codecs.dense import Dense
 from thinwire.wire.codecs.error_feedback import ErrorFeedback
+from thinwire.wire.codecs.one_bit import OneBit
 from thinwire.wire.codecs.quantize import Int4, Int8
 
 NAMES: dict[str, Callable[[], Codec]] = {
@@ -16,6 +17,7 @@ NAMES: dict[str, Callable[[], Codec]] = {
     "fp16": lambda: Dense(torch.float16),
     "int8": Int8,
     "int4": Int4,
+    "onebit": OneBit,
 }
 
 
