@@ -23,7 +23,7 @@ _context.set_forkserver_preload(
 )
 
 WITHIN = 60.0  # s, after which a process counts as hung
-_WORDS = "wire thin slow model train step worker replica gradient mean the of and a".split()
+_WORDS = ["wire", "thin", "slow", "model", "step", "worker", "replica", "mean", "the", "of", "a"]
 
 
 class Program:

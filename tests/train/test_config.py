@@ -154,10 +154,9 @@ class TestResumedRun:
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> str:
-        made = parse(
-            ["--method", "average", "--codec", "int8", "--lr", "2e-4", "--steps", "9", "--workers"]
-            + ["3", "--lab", "--rate", "5mbit", "--optimizer-arg", "eps=1e-6"]
-        )
+        argv = ["--method", "average", "--codec", "int8", "--lr", "2e-4", "--steps", "9"]
+        argv += ["--workers", "3", "--lab", "--rate", "5mbit", "--optimizer-arg", "eps=1e-6"]
+        made = parse(argv)
         (tmp_path / config_module.CONFIG).write_text(json.dumps(flat_values(made)))
         return str(tmp_path)
 
@@ -205,6 +204,7 @@ def test_what_ranks_must_share_and_what_a_run_must_keep() -> None:
     assert config.kept() == {
         "method": "average",
         "seed": 0,
+        "shards": 1,
         "optimizer": "AdamW",
         "optimizer_arg": ["eps=1"],
         "weight_decay": 0.01,

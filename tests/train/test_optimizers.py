@@ -1,5 +1,7 @@
 """The inner optimizer by name, and the learning rate over a run."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     config = OptimizerConfig(lr=2.0, warmup=3, final_lr=0.25)
     rates = [learning_rate(config, step, 11) for step in range(12)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]  # the peak follows the warm-up
-    assert all(a > b for a, b in zip(rates[3:], rates[4:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[3:]))
     assert rates[7] == pytest.approx(2.0 * (0.25 + 0.75 / 2))  # half-way down the cosine
     assert rates[11] == pytest.approx(0.5)
     assert learning_rate(config, 500, 11) == pytest.approx(0.5)  # and stays there

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-
 from tests.programs import listing
+
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint, run_directory
 from thinwire.train.config import CONFIG, TrainConfig, parse

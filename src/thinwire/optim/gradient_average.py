@@ -106,7 +106,7 @@ class GradientAverage(WireOptimizer):
 
     def method_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if self._idle:
+        if self._idle is not None:
             state["idle"] = sorted(self._idle)
         if isinstance(self.codec, ErrorFeedback):
             state["error"] = self.codec.state_dict()

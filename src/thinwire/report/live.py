@@ -1,5 +1,6 @@
 """Display: the progress of a run, as a bar on a terminal and as plain lines elsewhere."""
 
+import math
 import time
 from types import TracebackType
 from typing import Any
@@ -47,7 +48,7 @@ class Display:
     def print(self, text: str, *, error: bool = False) -> None:
         """A line above the bar; elsewhere than on a terminal an error goes to stderr."""
         console = self._errors if error and not self._console.is_terminal else self._console
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def update(self, record: dict[str, Any]) -> None:
         self._figures |= record
@@ -65,8 +66,9 @@ class Display:
     def _text(self) -> str:
         f = self._figures
         parts = []
-        if f.get("loss") is not None:
-            parts.append(f"loss {f['loss']:.3f}")
+        if "loss" in f:
+            finite = f["loss"] is not None and math.isfinite(f["loss"])
+            parts.append(f"loss {f['loss']:.3f}" if finite else "loss not finite")
         if f.get("val_loss") is not None:
             parts.append(f"val {f['val_loss']:.3f}")
         if "tokens_per_s" in f:
@@ -74,4 +76,6 @@ class Display:
             parts.append(f"{format_bytes(f['bytes'])} sent")
             share = f["exposed"] / f["seconds"] if f["seconds"] else 0.0
             parts.append(f"{share:.0%} waiting")
+            if f["skipped"]:
+                parts.append(f"{f['skipped']} skipped")
         return "  ".join(parts)

@@ -30,8 +30,11 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         _loss(summary["val_loss"]),
     )
     console.print(table)
-    if summary["skipped"]:
-        console.print(f"{summary['skipped']} steps were skipped: their values were not finite")
+    if skipped := summary["skipped"]:
+        steps = (
+            "1 step was skipped: its" if skipped == 1 else f"{skipped} steps were skipped: their"
+        )
+        console.print(f"{steps} values were not finite", highlight=False)
 
 
 def _loss(value: float | None) -> str:

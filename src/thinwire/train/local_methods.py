@@ -80,7 +80,7 @@ class StreamingSettings(DiLoCoSettings):
     """Share of the mean progress that is taken over."""
     fragments: int = 4
     """Groups of layers. More of them spread the traffic more evenly; --every must divide by it."""
-    delay: int = 5
+    fragment_delay: int = 5
     """Steps a fragment's mean may be in the air. Raise it while time is exposed."""
     merge: float = 0.5
     """Weight of the local value when a mean arrives."""
@@ -98,7 +98,7 @@ class Co2Settings(LocalSettings):
     penalty: str = "gap"
     """What divides the stale mean: gap (measured each round) or a number >= 1. Raise it when the
     loss diverges here and not with slowmo."""
-    clip: float = 2.0
+    outer_clip: float = 2.0
     """Bound of the outer momentum; 0 does not clip. Lower it when single rounds throw the loss
     up."""
     clip_by: Literal["norm", "value"] = "norm"
@@ -155,7 +155,9 @@ def build_local(
     values["codec"] = codecs.parse(settings.codec)
     if "penalty" in values:
         values["penalty"] = _parse_penalty(values["penalty"])
-        values["clip"] = values["clip"] or None
+        values["clip"] = values.pop("outer_clip") or None
+    if "fragment_delay" in values:  # --delay and --clip are the lab's and the optimizer's
+        values["delay"] = values.pop("fragment_delay")
     return kind(inner, buffers=model.buffers(), group=group, **values)
 
 

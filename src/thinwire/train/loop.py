@@ -250,11 +250,9 @@ class Trainer:
 
     def _summary(self, stopped_by: str | None) -> dict[str, Any]:
         account = self.replica.account
-        rate = self.tokens / self.seconds
-        slowest = -self.control.agree([-rate])[0]
         loss, total = self.control.agree([self.loss, account.bytes], "sum")
-        exposed, hidden, skipped = self.control.agree(
-            [account.exposed, account.hidden, account.skipped], "max"
+        seconds, exposed, hidden, skipped = self.control.agree(
+            [self.seconds, account.exposed, account.hidden, account.skipped], "max"
         )
         return {
             "method": self.config.method,
@@ -262,8 +260,8 @@ class Trainer:
             "step": self.step,
             "stopped_by": stopped_by,
             "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_s": slowest,
+            "seconds": seconds,
+            "tokens_per_s": self.tokens / seconds,
             "bytes": total,
             "bytes_per_token": total / self.tokens,
             "exposed": exposed,

@@ -79,7 +79,7 @@ class Replica:
         load_optimizer_state(self.optimizer, state["optimizer"])
 
     def _clip(self, clip: float) -> float:
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        parameters = list(self.model.parameters())  # in this order, as a plain loop would sum it
         limit = clip if clip > 0 else float("inf")
         norm: Tensor = nn.utils.clip_grad_norm_(parameters, limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
