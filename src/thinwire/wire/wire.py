@@ -58,6 +58,7 @@ Late = Callable[[], dict[int, str]]  # who has not done its part, found out when
 _REDUCTIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 _ASSUMED_RATE = 12_500.0  # bytes/s (0.1 Mbit/s) until a flight has been timed
 _PATIENCE = 8.0  # a transfer may take this many times what the measured rate predicts
+_NETWORK_WORDS = ("gloo", "NCCL", "Connection", "Socket", "PeerLost")
 _EXIT_PATIENCE = 10.0  # seconds an exit waits for flights that nobody has landed
 
 
@@ -235,6 +236,19 @@ class Wire:
     def lost(self) -> PeerLost | None:
         """The error that ended this wire; None while it works."""
         return self._broken if isinstance(self._broken, PeerLost) else None
+
+    def explain(self, error: BaseException) -> PeerLost | None:
+        """The lost peer behind an error of somebody else's transfer (DDP's) on this wire's group.
+
+        None if the error is not the network's, or nobody is lost.
+        """
+        if self.lost is not None or self.group is None:
+            return self.lost
+        if not any(word in str(error) for word in _NETWORK_WORDS):
+            return None
+        assert self.world.heartbeat is not None
+        suspects = self.world.heartbeat.suspects(self.ranks)
+        return self._failure(str(error), suspects) if suspects else None
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""

@@ -131,6 +131,17 @@ def _join(backend: str | None) -> None:
         raise UsageError(
             f"RANK is set but {', '.join(missing)} not: start with torchrun, thinwire, or neither"
         )
+    numbers = {}
+    for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        try:
+            numbers[key] = int(os.environ[key])
+        except ValueError:
+            raise UsageError(f"{key} takes a number, got {os.environ[key]!r}") from None
+    if not 0 <= numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise UsageError(
+            f"RANK takes 0 to WORLD_SIZE - 1, got RANK={numbers['RANK']} with "
+            f"WORLD_SIZE={numbers['WORLD_SIZE']}"
+        )
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

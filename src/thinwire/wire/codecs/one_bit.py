@@ -43,11 +43,8 @@ class OneBit(Codec):
     def encode(self, x: Tensor, rows: int, part: int) -> Tensor:
         payload = torch.zeros(rows, self.payload_bytes(part), dtype=torch.uint8, device=x.device)
         signs = payload[:, _SCALE_BYTES:]
-        if x.device.type == "cpu":
-            scale = _pack_on_cpu(x, signs, part)
-        else:
-            scale = _pack(x, signs, part)
-        payload[:, :_SCALE_BYTES] = scale.view(1).view(torch.uint8)
+        pack = _pack_on_cpu if x.device.type == "cpu" else _pack
+        payload[:, :_SCALE_BYTES] = pack(x, signs, part).view(1).view(torch.uint8)
         return payload
 
     def decode(self, payload: Tensor, part: int, out: Tensor) -> Tensor:
@@ -112,7 +109,8 @@ def _pack(x: Tensor, signs: Tensor, part: int) -> Tensor:
     torch.sum(bits << _shifts(x.device), dim=2, dtype=torch.uint8, out=signs)
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    return (torch.linalg.vector_norm(x) / math.sqrt(x.numel())).float()
+    scale: Tensor = torch.linalg.vector_norm(x) / math.sqrt(x.numel())
+    return scale.float()
 
 
 def _unpack(signs: Tensor, scales: Tensor, out: Tensor) -> None:
