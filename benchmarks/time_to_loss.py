@@ -20,21 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-COMMON = [
-    "--lab",
-    "--workers",
-    "4",
-    "--rate",
-    "100mbit",
-    "--delay",
-    "1ms",
-    "--final-lr",
-    "1.0",
-    "--lr",
-    "1e-3",
-    "--batch",
-    "8",
-]
+COMMON = ["--lab", "--workers", "4", "--rate", "100mbit", "--delay", "1ms", "--batch", "8"]
+COMMON += ["--lr", "1e-3", "--final-lr", "1.0"]
 FULL = ["--model", "gpt-3m", "--eval-every", "10", "--eval-windows", "128"]
 QUICK = ["--model", "gpt-0.3m", "--eval-every", "5", "--eval-windows", "64"]
 
