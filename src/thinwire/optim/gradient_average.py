@@ -44,6 +44,8 @@ class GradientAverage(WireOptimizer):
         codec: Codec | ErrorFeedback | None = None,
         group: Group = None,
     ) -> None:
+        if codec is not None and not isinstance(codec, Codec | ErrorFeedback):
+            raise ValueError(f"codec takes a thinwire codec such as Int8(), got {codec!r}")
         super().__init__(inner, group=group, name="GradientAverage")
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._flat = Flat(self._trained)
