@@ -1,8 +1,9 @@
 """WireOptimizer: what every method shares.
 
-A method wraps an inner torch optimizer and stands in its place: it *is* a torch.optim.Optimizer
-that shares the inner one's parameter groups and state, so that learning-rate schedulers,
-GradScaler, closures and gradient accumulation work on it unchanged.
+Most methods wrap an inner torch optimizer and stand in its place: a `WrappingOptimizer` *is* a
+torch.optim.Optimizer that shares the inner one's parameter groups and state, so that learning-rate
+schedulers, GradScaler, closures and gradient accumulation work on it unchanged. The others own
+their update rule.
 
 [Note: loss scaling] GradScaler skips `step()` on a rank whose gradients overflowed. Ranks would
 then disagree on how many steps, and so transfers, there were. The base therefore asks for the scale
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.flat import local_part
 from thinwire.wire.account import Account
@@ -34,23 +36,11 @@ class WireOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, inner: torch.optim.Optimizer, *, group: Group = None, name: str) -> None:
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ValueError(f"{name} wraps a torch.optim.Optimizer, got {type(inner).__name__}")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ValueError(
-                f"{name} cannot wrap LBFGS, which takes several gradients a step; wrap an "
-                "optimizer that takes one"
-            )
-        self.inner = inner
-        self._parameters = [p for g in inner.param_groups for p in g["params"]]
-        self._require_leaves(name)
-        super().__init__(inner.param_groups, {})
-        # The same lists and dicts as the inner optimizer's: a scheduler that writes an lr here
-        # writes it there.
-        self.param_groups = inner.param_groups
-        self.defaults = inner.defaults
-        self.state = inner.state
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, group: Group = None, name: str
+    ) -> None:
+        super().__init__(params, defaults)
+        self._parameters: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
         self._group = group
         self._meeting: Wire | None = None
         self.wire = Wire(group, name=name)
@@ -97,28 +87,10 @@ class WireOptimizer(torch.optim.Optimizer):
                 "parameters cannot be added after construction: the other replicas would not send "
                 "them; build the optimizer with all of them"
             )
+        if not isinstance(param_group["params"], Tensor):
+            param_group["params"] = list(param_group["params"])  # it may be a generator
+        self._require_leaves(param_group["params"])
         super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and, under "method", this replica's own part of it."""
-        return {"inner": self.inner.state_dict(), "method": self.method_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
-        self.adopt_inner()
-        self.load_method_state(state_dict["method"])
-
-    def adopt_inner(self) -> None:
-        """Shares the inner optimizer's containers again, which it replaces when it loads."""
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
-
-    def method_state(self) -> dict[str, Any]:
-        """What this replica keeps beside the inner optimizer's state."""
-        return {}
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        pass
 
     @property
     def _scale(self) -> Tensor | None:
@@ -131,25 +103,16 @@ class WireOptimizer(torch.optim.Optimizer):
             gradients.mul_(self._scale.to(gradients.device).reciprocal())
         return gradients
 
-    @torch.no_grad()
-    def _inner_step(self) -> bool:
-        """A step of this replica alone, as GradScaler would have it; whether it was taken."""
-        if self._scale is not None:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._scale.to(parameter.device).reciprocal())
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
-            return False
-        self.inner.step()
-        return True
-
-    def _require_leaves(self, name: str) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if not parameter.is_leaf:
+    def _require_leaves(self, params: Any) -> None:
+        """Before torch's own check, which does not say which parameter it is."""
+        added = sum(len(group["params"]) for group in self.param_groups)
+        for index, entry in enumerate([params] if isinstance(params, Tensor) else params):
+            parameter = entry[1] if isinstance(entry, tuple) else entry  # or a pair with a name
+            if isinstance(parameter, Tensor) and not parameter.is_leaf:
                 raise ValueError(
-                    f"{name}: parameter {index} of shape {tuple(parameter.shape)} is not a leaf "
-                    "tensor (it was computed from others); pass the tensors that are trained"
+                    f"{type(self).__name__}: parameter {added + index} of shape "
+                    f"{tuple(parameter.shape)} is not a leaf tensor (it was computed from others); "
+                    "pass the tensors that are trained"
                 )
 
     def _require_same_start(self) -> None:
@@ -173,3 +136,56 @@ class WireOptimizer(torch.optim.Optimizer):
         )
         self.account.restore(before)  # what a method costs does not depend on where it was resumed
         self._checked = True
+
+
+class WrappingOptimizer(WireOptimizer):
+    """Base of the methods that leave the update rule to an inner optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, group: Group = None, name: str) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ValueError(f"{name} wraps a torch.optim.Optimizer, got {type(inner).__name__}")
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ValueError(
+                f"{name} cannot wrap LBFGS, which takes several gradients a step; wrap an "
+                "optimizer that takes one"
+            )
+        self.inner = inner
+        super().__init__(inner.param_groups, {}, group=group, name=name)
+        # The same lists and dicts as the inner optimizer's: a scheduler that writes an lr here
+        # writes it there.
+        self.defaults = inner.defaults
+        self.adopt_inner()
+
+    def adopt_inner(self) -> None:
+        """Shares the inner optimizer's containers again, which it replaces when it loads."""
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and, under "method", this replica's own part of it."""
+        return {"inner": self.inner.state_dict(), "method": self.method_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.adopt_inner()
+        self.load_method_state(state_dict["method"])
+
+    def method_state(self) -> dict[str, Any]:
+        """What this replica keeps beside the inner optimizer's state."""
+        return {}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    @torch.no_grad()
+    def _inner_step(self) -> bool:
+        """A step of this replica alone, as GradScaler would have it; whether it was taken."""
+        if self._scale is not None:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._scale.to(parameter.device).reciprocal())
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return False
+        self.inner.step()
+        return True

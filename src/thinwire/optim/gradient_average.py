@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.base import WireOptimizer
+from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.flat import Flat, local_part
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
 from thinwire.wire.wire import Group
 
 
-class GradientAverage(WireOptimizer):
+class GradientAverage(WrappingOptimizer):
     """Averages gradients over the replicas before each step of `inner`.
 
     With GradScaler, call `scaler.unscale_(optimizer)` before `average()`; `scaler.step(optimizer)`

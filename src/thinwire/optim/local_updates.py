@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.auto_period import AutoPeriod
-from thinwire.optim.base import WireOptimizer
+from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.fragment import Fragment, partition
 from thinwire.optim.outer import Outer, stability_warning
 from thinwire.optim.shards import Shards
@@ -44,7 +44,7 @@ Every = int | Literal["auto"]
 Delay = int | Literal["round"]
 
 
-class LocalUpdates(WireOptimizer):
+class LocalUpdates(WrappingOptimizer):
     """The engine. Most users want one of its presets: `Overlapped`, `CO2`, `DiLoCo`, ...
 
     Args:
