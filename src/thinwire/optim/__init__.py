@@ -2,6 +2,7 @@
 
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.gradient_average import GradientAverage
+from thinwire.optim.lamb import Lamb
 from thinwire.optim.local_updates import LocalUpdates
 from thinwire.optim.outer import Outer
 from thinwire.optim.presets import (
@@ -19,6 +20,7 @@ __all__ = [
     "DiLoCo",
     "Eager",
     "GradientAverage",
+    "Lamb",
     "LocalSGD",
     "LocalUpdates",
     "Outer",

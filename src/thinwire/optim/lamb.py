@@ -1,0 +1,127 @@
+"""Lamb: Adam's direction in every tensor, at a length in proportion to the tensor's own.
+
+    m = b1 m + (1-b1) g ;   v = b2 v + (1-b2) g²                        per tensor x
+    u = m̂ / (sqrt(v̂) + eps) + lam x           m̂ = m / (1-b1^t), v̂ = v / (1-b2^t), or m and v
+    c = clip(phi(||x||) / ||u||, c_min, c_max) ;   c = 1 if either norm is 0
+    x = x - lr c u
+
+The dense baseline of `OneBitLamb`: wrap it in `GradientAverage` to train with several replicas.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.optim.base import Closure
+from thinwire.optim.checks import (
+    require_betas,
+    require_bounds,
+    require_dense_gradient,
+    require_nonnegative,
+)
+
+Bounds = tuple[float, float]
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB for large batches.
+
+    Args:
+        params: tensors or groups of them, as for any torch optimizer.
+        lr: relative change of a tensor in a step, since c u has the tensor's own length. Large
+            batches take 1e-2 and a warm-up; halve it when the loss jumps.
+        betas: decay of m and v.
+        eps: keeps values with hardly any gradient from moving at full speed.
+        weight_decay: lam; 0 in groups of norms and biases.
+        bias_correction: m̂ and v̂, without which the first 1/(1-b2) steps of a tensor at the bound
+            of c are too long.
+        coefficient: (c_min, c_max). Lower c_max (0.3 with batches of 64K) when single tensors
+            diverge.
+        phi: bounds on ||x|| before the division, (0, 10) in the paper; None for ||x|| itself.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        coefficient: Bounds = (0.01, 10.0),
+        phi: Bounds | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            check_lamb_group("Lamb", group)
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    require_dense_gradient("Lamb", parameter)
+                    self._update(parameter, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch rounds the moments to the weights' type when it loads; here they stay as saved."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, saved in state_dict["state"].items():
+            parameter = parameters[int(index)]
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.state[parameter][name] = saved[name].to(parameter.device, copy=True)
+
+    def _update(self, x: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[x], x.grad.float()  # type: ignore[union-attr]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(gradient)
+            state["exp_avg_sq"] = torch.zeros_like(gradient)
+        state["step"] += 1
+        m, v, (b1, b2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
+        m.lerp_(gradient, 1 - b1)
+        v.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        first, second = corrections(int(state["step"]), group["betas"], group["bias_correction"])
+        u = (v / second).sqrt_().add_(group["eps"])
+        u = (m / first).div_(u).add_(x, alpha=group["weight_decay"])
+        c = coefficients([x], [u], group["coefficient"], group["phi"])[0]
+        x.sub_((u * (group["lr"] * c)).to(x.dtype))
+
+
+def corrections(step: int, betas: Sequence[float], wanted: bool) -> tuple[float, float]:
+    """What m and v are divided by at this step, counted from 1."""
+    if not wanted:
+        return 1.0, 1.0
+    return 1 - betas[0] ** step, 1 - betas[1] ** step
+
+
+def coefficients(
+    tensors: Sequence[Tensor], updates: Sequence[Tensor], bounds: Bounds, phi: Bounds | None
+) -> Tensor:
+    """c of every tensor, (L,); 1 where a norm is 0. Nothing waits for a device."""
+    lengths = torch.stack([torch.linalg.vector_norm(x.float()) for x in tensors])
+    steps = torch.stack([torch.linalg.vector_norm(u) for u in updates])
+    zero = (lengths == 0) | (steps == 0)
+    if phi is not None:
+        lengths = lengths.clamp(*phi)
+    return torch.where(zero, 1.0, (lengths / steps).clamp(*bounds))
+
+
+def check_lamb_group(name: str, group: dict[str, Any]) -> None:
+    require_nonnegative(name, group, "lr", "eps", "weight_decay")
+    require_betas(name, group["betas"])
+    require_bounds(name, "coefficient", group["coefficient"])
+    if group["phi"] is not None:
+        require_bounds(name, "phi", group["phi"])
