@@ -80,8 +80,9 @@ class Lamb(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter = parameters[int(index)]
-            for name in ("exp_avg", "exp_avg_sq"):
-                self.state[parameter][name] = saved[name].to(parameter.device, copy=True)
+            for name, value in saved.items():
+                device = torch.device("cpu") if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(device, copy=True)
 
     def _update(self, x: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[x], x.grad.float()  # type: ignore[union-attr]
