@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ Start = Callable[..., Program]
 @pytest.fixture
 def thinwire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """`thinwire("train", "--steps", 3)` starts it in the test's own directory, here `desk`."""
+    forkserver.ensure_running()  # here, and not among what the test puts into its desk
     desk, logs = tmp_path / "desk", tmp_path / "logs"
     desk.mkdir()
     logs.mkdir()

@@ -92,18 +92,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_HELP)
-        return 0 if words else 2
-    if words[0] == "--version":
-        print(f"thinwire {thinwire.__version__}")
-        return 0
     try:
-        command = _COMMANDS.get(words[0])
-        if command is None:
-            raise UsageError(f"there is no command {words[0]!r}: takes {', '.join(_COMMANDS)}")
-        code = command(words[1:])
+        code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except ThinwireError as error:
@@ -120,6 +110,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         return _ended(1)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"thinwire {thinwire.__version__}")
+        return 0
+    if words[0] not in _COMMANDS:
+        raise UsageError(f"there is no command {words[0]!r}: takes {', '.join(_COMMANDS)}")
+    return _COMMANDS[words[0]](words[1:])
 
 
 def _ended(code: int) -> int:

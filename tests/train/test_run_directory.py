@@ -95,6 +95,16 @@ def test_only_one_holds_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_directory.Lock(run).release()
 
 
+def test_a_lock_that_came_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    run_directory.Lock(run).release()
+    assert listing(tmp_path) == {}
+    lock = run_directory.Lock(run)
+    (run / CONFIG).touch()
+    lock.release()
+    assert set(listing(tmp_path)) == {"runs", "runs/run", "runs/run/.lock", f"runs/run/{CONFIG}"}
+
+
 def test_settings_and_summary_are_json(run: Path) -> None:
     run.mkdir()
     run_directory.write_config(run, config(run, "--optimizer-arg", "eps=1"))

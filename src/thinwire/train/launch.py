@@ -97,10 +97,12 @@ class _Launcher:
             if link is not None:
                 print_checks(lab.check())
             lock = run_directory.Lock(run)
-            run_directory.forget_summary(run)
-            with Display(config.loop.steps, config.method) as display:
-                outcome = self._watch(lab, display, done)
-            lock.release()
+            try:
+                run_directory.forget_summary(run)
+                with Display(config.loop.steps, config.method) as display:
+                    outcome = self._watch(lab, display, done)
+            finally:
+                lock.release()
         return self._end(outcome)
 
     def _watch(self, lab: Lab, display: Display, done: int) -> Outcome:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,6 +68,7 @@ class Lock:
     """Held by the launcher, or by the first worker where nobody launched it; ends with it."""
 
     def __init__(self, run: Path, *, shared: bool = False) -> None:
+        self._made = [path for path in (run, *run.parents) if not path.exists()]
         try:
             run.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = (run / _LOCK).open("w")
@@ -81,6 +83,12 @@ class Lock:
             ) from None
 
     def release(self) -> None:
+        """Also takes away what it made, where nothing else was written."""
+        if self._made and os.listdir(self._made[0]) == [_LOCK]:
+            (self._made[0] / _LOCK).unlink()
+            with suppress(OSError):  # somebody else has put something beside it
+                for path in self._made:
+                    path.rmdir()
         self._file.close()
 
 
