@@ -1,0 +1,70 @@
+"""The account's bytes against the kernel's own count, on an emulated network."""
+
+import json
+import sys
+
+import pytest
+
+from thinwire.errors import LabError
+from thinwire.lab import Lab, Link
+
+SCRIPT = """
+import json
+import torch, thinwire as tw
+from thinwire.wire.codecs import Dense, Int4, Int8
+
+def tx_bytes():
+    for line in open("/proc/self/net/dev"):
+        name, _, counts = line.partition(":")
+        if name.strip() == "wire0":
+            return int(counts.split()[8])
+    raise SystemExit("this host has no wire0")
+
+tw.init()
+wire = tw.Wire()
+ahead, behind = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+others = sorted({ahead, behind})
+weights = [0.1] * len(others)
+x = torch.randn(2_500_000)  # 10 MB, and 1.3 MB in Int4
+
+def message():
+    received = torch.empty_like(x)
+    flights = [wire.send(x, ahead), wire.recv(received, behind)]
+    for flight in flights:
+        flight.wait()
+
+transfers = {
+    "mean fp32": lambda: wire.mean(x.clone(), Dense()).wait(),
+    "mean bf16": lambda: wire.mean(x.clone(), Dense(torch.bfloat16)).wait(),
+    "mean int8": lambda: wire.mean(x.clone(), Int8()).wait(),
+    "mean int4": lambda: wire.mean(x.clone(), Int4()).wait(),
+    "exchange": lambda: wire.exchange(x.clone(), others, weights).wait(),
+    "exchange int8": lambda: wire.exchange(x.clone(), others, weights, codec=Int8()).wait(),
+    "message": message,
+}
+for name, transfer in transfers.items():
+    wire.barrier()
+    counted, sent = wire.account.bytes, tx_bytes()
+    transfer()
+    wire.barrier()  # what was sent has arrived
+    print(json.dumps([name, wire.account.bytes - counted, tx_bytes() - sent]))
+"""
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_the_account_agrees_with_the_interface(hosts: int) -> None:
+    lines: list[str] = []
+    try:
+        with Lab(hosts, Link.of("1gbit")) as lab:
+            command = [sys.executable, "-c", SCRIPT]
+            outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
+    except LabError as error:
+        if "cannot build its network here" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert outcome.code == 0, lines
+    measured = [json.loads(line) for line in lines if line.startswith("[")]
+    assert len(measured) == 7 * hosts
+    for name, counted, sent in measured:
+        assert counted > 1_000_000, name
+        assert counted == pytest.approx(sent, rel=0.05), name
