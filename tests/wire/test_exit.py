@@ -95,12 +95,25 @@ def test_an_error_of_one_rank_ends_the_other_which_names_it(started) -> None:
         assert "terminate called" not in text
 
 
-def test_a_survivor_of_a_frozen_peer_exits_although_its_group_cannot(started) -> None:
-    freeze = "import os, signal\nif wire.rank: os.kill(os.getpid(), signal.SIGSTOP)\n"
-    _store, ranks = start(BEGIN + freeze + "x = wire.recv(torch.ones(3), 1)\nwire.barrier()", 2)
+FROZEN = """
+import os, signal
+if wire.rank:
+    os.kill(os.getpid(), signal.SIGSTOP)
+received = wire.recv(torch.ones(3), 1)
+try:
+    wire.barrier()
+finally:
+    wire.close()
+    tw.shutdown()
+    del wire
+"""
+
+
+def test_a_survivor_of_a_frozen_peer_leaves_although_its_group_cannot_be_ended(started) -> None:
+    """The destructor of the group would wait for the peer."""
+    _store, ranks = start(BEGIN + FROZEN, 2)
     started += ranks
     code, _, text = finish(ranks[0])
     assert code == 1
-    last = text.rstrip().split("\n")[-1]
-    assert "thinwire.errors.PeerLost: rank 0 lost rank 1 (" in last
+    assert "thinwire.errors.PeerLost: rank 0 lost rank 1 (" in text.rstrip().split("\n")[-1]
     assert "terminate called" not in text

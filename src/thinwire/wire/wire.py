@@ -13,9 +13,9 @@ each peer and direction: a message that is late must not hold up the news of ano
 stream has produced the payload (an event recorded at the call) and the lander synchronises it
 before it reports. The flight holds every buffer until then, so the allocator can not reuse them.
 
-[Note: exit] A process must end although its group is broken or a flight is in the air, but the
-destructor of a gloo group waits for its transfers, and for a peer that is frozen it would wait for
-ever. Such a group is never destroyed.
+[Note: exit] A process must be able to leave although its group is broken or a flight is in the air,
+but the destructor of a gloo group, which close() and shutdown() bring about, waits for its
+transfers, and for a peer that is frozen it would wait for ever. Such a group is never destroyed.
 """
 
 import atexit
