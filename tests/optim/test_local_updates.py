@@ -420,6 +420,50 @@ def test_one_replicas_nan_is_dropped_by_all_and_never_spreads(ranks, kind: str) 
         assert norm < 4.47, "training must have gone on"
 
 
+def scaled_case() -> tuple[bool, bool, int]:
+    """A GradScaler whose gradients overflow on one rank in one step: rounds must stay in step."""
+    tw.init()
+    torch.manual_seed(0)
+    plain, scaled = nn.Linear(4, 1), nn.Linear(4, 1)
+    scaled.load_state_dict(plain.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    runs = []
+    for model, use in ((plain, None), (scaled, scaler)):
+        optimizer = tw.Overlapped(torch.optim.SGD(model.parameters(), lr=0.1), every=3)
+        for step in range(9):
+            generator = torch.Generator().manual_seed(10 * step + optimizer.wire.rank)
+            loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+            broken = step == 4 and optimizer.wire.rank == 1
+            if use is None:
+                loss.backward()
+                if broken:
+                    optimizer.zero_grad()
+                optimizer.step()
+            else:
+                use.scale(loss).backward()
+                if broken:
+                    next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+                use.step(optimizer)
+                use.update()
+            optimizer.zero_grad()
+        runs.append(optimizer)
+    for optimizer in runs:
+        optimizer.finish()
+    close = all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(plain.parameters(), scaled.parameters(), strict=True)
+    )
+    digests = runs[1].wire.gather_bytes(tw.wire.agreement.digest(scaled.parameters()))
+    return close, len(set(digests)) == 1, runs[1].rounds
+
+
+def test_grad_scaler_overflows_on_one_replica_alone(ranks) -> None:
+    for close, equal, rounds in ranks(2, scaled_case):
+        assert close
+        assert equal
+        assert rounds == 3
+
+
 BAD = [
     ({"every": 0}, "every takes"),
     ({"every": 4, "delay": 4}, "longer than"),

@@ -4,6 +4,8 @@ from thinwire.optim.base import WireOptimizer
 from thinwire.optim.gradient_average import GradientAverage
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.local_updates import LocalUpdates
+from thinwire.optim.one_bit_adam import OneBitAdam
+from thinwire.optim.one_bit_lamb import OneBitLamb
 from thinwire.optim.outer import Outer
 from thinwire.optim.presets import (
     CO2,
@@ -23,6 +25,8 @@ __all__ = [
     "Lamb",
     "LocalSGD",
     "LocalUpdates",
+    "OneBitAdam",
+    "OneBitLamb",
     "Outer",
     "Overlapped",
     "SlowMo",

@@ -121,7 +121,7 @@ class LocalUpdates(WrappingOptimizer):
 
     @torch.no_grad()
     def _step(self) -> None:
-        self.inner.step()
+        self._inner_step()
         self._count += 1
         if self._auto is not None:
             self._measure()

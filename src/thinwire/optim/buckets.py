@@ -1,0 +1,162 @@
+"""Buckets: parameters that travel together, and the backward pass they travel behind.
+
+[Note: order of buckets] A bucket is launched when all of its gradients are there and every bucket
+before it has been launched. The order is fixed, so all ranks issue the same transfers in the same
+order, whichever gradients came first on each of them; what is left is launched by step(). Buckets
+follow the order in which rank 0's first backward pass produced the gradients.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.flat import Flat
+from thinwire.wire.codecs import ErrorFeedback, OneBit
+from thinwire.wire.flight import Flight
+
+PER_VALUE = ("exp_avg", "exp_avg_sq", "fresh_sq")  # names that a tensor of one value may have too
+_MB = 1_000_000
+
+
+class TentativeFeedback(ErrorFeedback):
+    """Errors that are taken over only by `commit`: a step may be skipped for another bucket's
+    sake, and must then leave no trace in this one."""
+
+    def settle(self, finite: bool) -> None:
+        pass
+
+    def commit(self, taken: bool) -> None:
+        super().settle(taken)
+
+
+class Bucket:
+    """Tensors as one flat buffer, with the moments of all their values.
+
+    buffer   (N,)  what travels: gradients or momentum on the way out, their mean on the way back
+    moments  (N,)  m, v and whatever else a method keeps of every value, by name
+    scalars  (L,)  what it keeps of every tensor
+    """
+
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[Tensor], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        self.indices = list(indices)  # of the parameters, in the optimizer's order
+        self.parameters = [parameters[i] for i in indices]
+        self.groups = [groups[i] for i in indices]
+        self.compress: bool = self.groups[0]["compress"]
+        self.betas: tuple[float, float] = self.groups[0]["betas"]
+        self.flat = Flat(self.parameters)
+        self.buffer = self.flat.new().zero_()
+        self.moments: dict[str, Tensor] = {}
+        self.scalars: dict[str, Tensor] = {}
+        self.m, self.v = self.new_moment("exp_avg"), self.new_moment("exp_avg_sq")
+        self.feedback = TentativeFeedback(OneBit())
+        self.flight: Flight | None = None
+        self._seen: list[tuple[int, int]] | None = None
+
+    def new_moment(self, name: str) -> Tensor:
+        self.moments[name] = torch.zeros_like(self.buffer)
+        return self.moments[name]
+
+    def new_scalar(self, name: str, value: float) -> Tensor:
+        count = len(self.parameters)
+        self.scalars[name] = torch.full((count,), value, device=self.buffer.device)
+        return self.scalars[name]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return self.flat.views(flat)
+
+    def entries(self, index: int) -> dict[str, Tensor]:
+        """What is kept for one parameter, by name; it shares the bucket's memory."""
+        position = self.indices.index(index)
+        held = {name: self.views(flat)[position] for name, flat in self.moments.items()}
+        return held | {name: values[position] for name, values in self.scalars.items()}
+
+    def adopt(self, index: int, saved: Mapping[str, Tensor]) -> None:
+        """Takes over what was kept for a parameter elsewhere."""
+        for name, value in saved.items():
+            if name not in self.moments and name not in self.scalars:
+                per_value = name in PER_VALUE or value.dim() > 0
+                self.new_moment(name) if per_value else self.new_scalar(name, 0.0)
+        for name, view in self.entries(index).items():
+            if name in saved:
+                view.copy_(saved[name])
+
+    def take_gradients(self) -> Tensor:
+        """Copies the gradients into the buffer; none counts as zeros."""
+        return self.flat.pack([p.grad for p in self.parameters], self.buffer)
+
+    def note_gradients(self) -> None:
+        """Remembers which gradients were sent, to find out whether they are changed later."""
+        self._seen = [_version(p) for p in self.parameters]
+
+    def gradients_changed(self) -> bool:
+        seen, self._seen = self._seen, None
+        return seen is not None and seen != [_version(p) for p in self.parameters]
+
+
+def arrange(
+    order: Sequence[int],
+    parameters: Sequence[Tensor],
+    groups: Sequence[dict[str, Any]],
+    bucket_mb: float | None,
+) -> list[Bucket]:
+    """Parameters in the given order, cut into buckets of one kind of group each.
+
+    None as a size makes about four buckets of 1 to 25 MB of float32.
+    """
+    total = sum(parameters[i].numel() for i in order) * 4 / _MB
+    size = min(25.0, max(1.0, total / 4)) if bucket_mb is None else bucket_mb
+    filling: dict[Any, list[int]] = {}
+    full: list[list[int]] = []
+    for index in order:
+        group = groups[index]
+        kind = (group["compress"], tuple(group["betas"]), parameters[index].device)
+        members = filling.setdefault(kind, [])
+        members.append(index)
+        if sum(parameters[i].numel() for i in members) * 4 >= size * _MB:
+            full.append(filling.pop(kind))
+    return [Bucket(members, parameters, groups) for members in [*full, *filling.values()]]
+
+
+class Backward:
+    """Watches the backward pass: which gradients are there, and in which order they came."""
+
+    def __init__(self, parameters: Sequence[Tensor], ready: Callable[[int], None]) -> None:
+        """`ready(index)` is called for every gradient of a pass that is not `accumulating`."""
+        self.order: dict[int, None] = {}  # as an ordered set
+        self._accumulating = False
+        owner = weakref.WeakMethod(ready)
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._hook(index, owner))
+
+    def _hook(self, index: int, owner: "weakref.WeakMethod[Any]") -> Callable[[Tensor], None]:
+        me = weakref.ref(self)
+
+        def hook(_parameter: Tensor) -> None:
+            watcher, ready = me(), owner()
+            if watcher is None or ready is None:  # the optimizer is gone
+                return
+            watcher.order.setdefault(index)
+            if not watcher._accumulating:
+                ready(index)
+
+        return hook
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)

@@ -1,0 +1,83 @@
+"""OneBitAdam: Adam whose momentum travels in one bit once the variance has settled.
+
+    warm-up      m = b1 m + (1-b1) g ;  v = b2 v + (1-b2) g² ;       g = mean_i g_i, dense
+                 x = x - lr (m̂ / (sqrt(v̂) + eps) + lam x)            AdamW
+    compressed   m = compressed mean of (b1 m + (1-b1) g_i)          one bit a value
+                 x = x - lr (m̂ / (sqrt(v_frozen) + eps) + lam x)
+
+Paper: 1-bit Adam, arXiv 2102.02888. The stages are in one_bit.py.
+"""
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from thinwire.optim.buckets import Bucket
+from thinwire.optim.one_bit import OneBitOptimizer
+from thinwire.wire.codecs import Codec
+from thinwire.wire.wire import Group
+
+
+class OneBitAdam(OneBitOptimizer):
+    """1-bit Adam: 32x less traffic than float32 after a dense warm-up.
+
+    A parameter group may set `compress=False`: its gradients stay dense and its variance alive.
+
+    Args:
+        params: tensors or groups of them, as for any torch optimizer.
+        lr, betas, eps, weight_decay: as in AdamW.
+        bias_correction: m̂ and v̂ as in AdamW. Without it the first 1/(1-b2) steps are long ones.
+        freeze_at: number of dense steps. Set it when the automatic rule freezes too late for your
+            traffic, or so early that the loss falls behind AdamW's: 15 % of the run is usual.
+        clip: largest norm of the gradient of all replicas. Compressed buckets then leave only after
+            the backward pass, since its norm must be known: leave it out for full overlap.
+        dense: form of the gradients in the warm-up; float32 by default. Dense(torch.bfloat16)
+            halves its traffic.
+        bucket_mb: size of the buckets, in MB of float32; each has one scale. About four of 1 to
+            25 MB by default. Raise it when latency dominates, lower it to start earlier.
+        overlap: send buckets during the backward pass. Then gradients must not be changed between
+            backward and step (use clip=), and gradient accumulation needs `accumulating()`.
+        group: a ProcessGroup or one dimension of a DeviceMesh; all ranks by default.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        freeze_at: int | None = None,
+        clip: float | None = None,
+        dense: Codec | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = True,
+        group: Group = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params,
+            defaults | {"bias_correction": bias_correction},
+            freeze_at=freeze_at,
+            clip=clip,
+            dense=dense,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            group=group,
+        )
+
+    def _update_dense(self, bucket: Bucket) -> None:
+        self._average_moments(bucket)
+        self._move(bucket)
+
+    def _update_frozen(self, bucket: Bucket) -> None:
+        bucket.m.copy_(bucket.buffer)
+        self._move(bucket)
+
+    def _move(self, bucket: Bucket) -> None:
+        directions = self._directions(bucket)
+        for at, x, group in self._used(bucket):
+            lr = group["lr"]
+            x.mul_(1 - lr * group["weight_decay"])
+            x.sub_(torch.mul(directions[at], lr).to(x.dtype))

@@ -1,0 +1,220 @@
+"""Plain, sequential one-bit methods: all ranks in one process, in doubles, one tensor per bucket
+entry. Nothing here is shared with the optimizers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradient = Callable[[int, int, list[Tensor]], list[Tensor]]  # (rank, step, weights) -> gradients
+
+
+def sign(z: Tensor) -> Tensor:
+    return torch.where(z >= 0, 1.0, -1.0).to(z.dtype)
+
+
+def one_bit(z: Tensor) -> Tensor:
+    return sign(z) * z.norm() / math.sqrt(max(1, z.numel()))
+
+
+@dataclass
+class Exchange:
+    """The compressed mean with the errors of both sides, for one bucket."""
+
+    size: int
+    worker: list[Tensor] = field(default_factory=list)
+    owner: list[Tensor] = field(default_factory=list)
+
+    def mean(self, payloads: list[Tensor]) -> Tensor:
+        if self.size == 1:
+            return payloads[0].clone()
+        numel = payloads[0].numel()
+        part = math.ceil(numel / (8 * self.size)) * 8
+        if not self.worker:
+            self.worker = [torch.zeros_like(p) for p in payloads]
+            self.owner = [torch.zeros_like(c) for c in payloads[0].split(part)]
+        sent = []
+        for rank, payload in enumerate(payloads):
+            z = payload + self.worker[rank]
+            sent.append(one_bit(z))
+            self.worker[rank] = z - sent[-1]
+        parts = []
+        for index, chunk in enumerate(torch.stack(sent).mean(0).split(part)):
+            a = chunk + self.owner[index]
+            parts.append(one_bit(a))
+            self.owner[index] = a - parts[-1]
+        return torch.cat(parts)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def split(values: Tensor, like: list[Tensor]) -> list[Tensor]:
+    pieces = values.split([t.numel() for t in like])
+    return [p.view(t.shape) for p, t in zip(pieces, like, strict=True)]
+
+
+def adam(
+    start: list[Tensor],
+    gradient: Gradient,
+    size: int,
+    steps: int,
+    lr: float,
+    freeze_at: int,
+    *,
+    lam: float = 0.0,
+    correct: bool = True,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> list[Tensor]:
+    """1-bit Adam with all tensors in one bucket, in the given order."""
+    x = [t.double() for t in start]
+    m, v = torch.zeros_like(flat(x)), torch.zeros_like(flat(x))
+    exchange = Exchange(size)
+    for t in range(1, steps + 1):
+        gradients = [flat(gradient(rank, t, x)) for rank in range(size)]
+        if t <= freeze_at:
+            g = torch.stack(gradients).mean(0)
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * g * g
+            hat = v / (1 - b2**t) if correct else v
+            if t == freeze_at:
+                frozen = hat.clamp(min=0.01 * float(hat.mean()))
+        else:
+            m = exchange.mean([b1 * m + (1 - b1) * g for g in gradients])
+            hat = frozen
+        u = (m / (1 - b1**t) if correct else m) / (hat.sqrt() + eps)
+        x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]
+    return x
+
+
+def lamb(
+    start: list[Tensor],
+    gradient: Gradient,
+    size: int,
+    steps: int,
+    lr: float,
+    freeze_at: int,
+    *,
+    lam: float = 0.0,
+    correct: bool = True,
+    c_bounds: tuple[float, float] = (0.01, 10.0),
+    b1: float = 0.9,
+    b2: float = 0.999,
+    b3: float = 0.9,
+    eps: float = 1e-8,
+    r_bounds: tuple[float, float] = (0.5, 4.0),
+    r_threshold: float = 0.1,
+) -> list[Tensor]:
+    """1-bit LAMB with all tensors in one bucket, in the given order."""
+    x = [t.double() for t in start]
+    m = [torch.zeros_like(t) for t in x]
+    v = [torch.zeros_like(t) for t in x]
+    count = len(x)
+    c_avg, r_prev, k = [0.0] * count, [1.0] * count, [1.0] * count
+    fresh: list[Tensor] = []
+    exchange = Exchange(size)
+    for t in range(1, steps + 1):
+        gradients = [gradient(rank, t, x) for rank in range(size)]
+        first = 1 - b1**t if correct else 1.0
+        if t <= freeze_at:
+            second = 1 - b2**t if correct else 1.0
+            for i in range(count):
+                g = sum(each[i] for each in gradients) / size
+                m[i] = b1 * m[i] + (1 - b1) * g
+                v[i] = b2 * v[i] + (1 - b2) * g * g
+                u = m[i] / first / ((v[i] / second).sqrt() + eps) + lam * x[i]
+                c = 1.0
+                if float(x[i].norm()) > 0 and float(u.norm()) > 0:
+                    c = min(max(float(x[i].norm() / u.norm()), c_bounds[0]), c_bounds[1])
+                c_avg[i] = b3 * c_avg[i] + (1 - b3) * c
+                x[i] = x[i] - lr * c * u
+            if t == freeze_at:
+                hats = [w / second for w in v]
+                floor = 0.01 * float(flat(hats).mean())
+                v = [h.clamp(min=floor) for h in hats]
+                fresh = [h.clone() for h in v]
+                sizes = [float(w.norm()) / math.sqrt(w.numel()) for w in m]
+                moving = [s for s in sizes if s > 0]
+                k = [sum(moving) / len(moving) / s if s > 0 else 1.0 for s in sizes]
+                c_avg = [c / (1 - b3**t) for c in c_avg]
+            continue
+        payloads = [
+            flat([kk * (b1 * mm + (1 - b1) * g) for kk, mm, g in zip(k, m, each, strict=True)])
+            for each in gradients
+        ]
+        arrived = split(exchange.mean(payloads), x)
+        for i in range(count):
+            new = arrived[i] / k[i]
+            g = (new - b1 * m[i]) / (1 - b1)
+            fresh[i] = b2 * fresh[i] + (1 - b2) * g * g
+            m[i] = new
+            u0 = m[i] / first / (v[i].sqrt() + eps)
+            u = u0 + lam * x[i]
+            r = float(((v[i].sqrt() + eps) / (fresh[i].sqrt() + eps)).max())
+            if lam > 0:
+                rho = min(1.0, float(u0.norm() / u.norm()))
+                r = r * rho + 1 - rho
+            r = min(max(r, r_bounds[0]), r_bounds[1])
+            r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
+            r_prev[i] = r
+            x[i] = x[i] - lr * r * c_avg[i] * u
+    return x
+
+
+def problem(size: int, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], Gradient]:
+    """A quadratic with a minimum of its own for each rank, and noise by step."""
+    generator = torch.Generator().manual_seed(5)
+    start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    centres = [
+        [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        for _ in range(size)
+    ]
+    scales = [10.0**-k for k in range(len(shapes))]  # tensors whose gradients differ in size
+
+    def gradient(rank: int, step: int, weights: list[Tensor]) -> list[Tensor]:
+        seed = torch.Generator().manual_seed(1000 * step + rank)
+        return [
+            scale
+            * (w.double() - c + 0.1 * torch.randn(w.shape, generator=seed, dtype=torch.float64))
+            for w, c, scale in zip(weights, centres[rank], scales, strict=True)
+        ]
+
+    return start, gradient
+
+
+SHAPES: list[tuple[int, ...]] = [(4, 5), (7,), (3, 2, 2)]
+
+
+def run(
+    build: Callable[..., torch.optim.Optimizer],
+    size: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    shapes: list[tuple[int, ...]] = SHAPES,
+    **settings: Any,
+) -> tuple[list[nn.Parameter], Any]:
+    """This rank's weights after `steps` steps of an optimizer on the problem."""
+    import thinwire as tw
+
+    rank = tw.init().rank
+    start, gradient = problem(size, shapes)
+    weights = [nn.Parameter(t.to(dtype)) for t in start]
+    optimizer = build(weights, **settings)
+    advance(optimizer, weights, gradient, rank, 1, steps)
+    return weights, optimizer
+
+
+def advance(
+    optimizer: Any, weights: list[nn.Parameter], gradient: Gradient, rank: int, a: int, b: int
+) -> None:
+    for step in range(a, b + 1):
+        given = gradient(rank, step, [w.detach() for w in weights])
+        for w, g in zip(weights, given, strict=True):
+            w.grad = g.to(w.dtype)
+        optimizer.step()
