@@ -20,7 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import UsageError
 from thinwire.optim import GradientAverage, LocalUpdates
 from thinwire.optim.flat import Flat
+from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.train.local_methods import PRESETS, LocalSettings, build_local, check_local
+from thinwire.train.one_bit_methods import (
+    ONE_BIT,
+    LambSettings,
+    build_lamb,
+    check_lamb,
+    check_one_bit,
+    dense_steps,
+)
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire import codecs
 from thinwire.wire.account import Account
@@ -136,8 +145,10 @@ class DdpReplica(Replica):
             with adding_up:
                 yield
         except RuntimeError as error:
-            if self._wire.lost is not None:  # hidden by the autograd engine in one of its own
-                raise self._wire.lost from error
+            # The autograd engine hides a lost peer in an error of its own.
+            lost = self._wire.explain(error)
+            if lost is not None:
+                raise lost from error
             raise
 
 
@@ -215,6 +226,46 @@ class LocalReplica(Replica):
         self.optimizer.adopt_inner()
 
 
+class OneBitReplica(Replica):
+    """Replicas that take the same step, from dense gradients first and one-bit momentum then."""
+
+    replicated = True
+    optimizer: OneBitOptimizer
+
+    def __init__(self, module: nn.Module, optimizer: OneBitOptimizer) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.optimizer.accumulating()
+
+    def step(self, clip: float) -> float:
+        self.optimizer.clip = clip if clip > 0 else None
+        self.optimizer.step()
+        return self.optimizer.grad_norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.common_state(),
+            "errors": self.optimizer.portable_errors(),
+        }
+        return shared, {"errors": self.optimizer.own_errors()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        load_model_state(self.model, shared["model"])
+        self.optimizer.load_common_state(shared["optimizer"])
+        errors = private["errors"] if same_replicas else shared["errors"]
+        ranks = self.optimizer.wire.size if same_replicas else 0
+        self.optimizer.load_errors(errors, ranks=ranks)
+
+
 @dataclass
 class NoSettings:
     """This method has no settings of its own."""
@@ -251,6 +302,8 @@ class Method:
     """Refuses bad settings with a UsageError before anything is started."""
     shardable: bool = True
     """Whether a replica may be spread over several ranks (--shards)."""
+    first_steps: Callable[[Any], int] = lambda settings: 0
+    """Steps after which the method begins to be itself: a run must have more."""
 
 
 def _none(
@@ -284,6 +337,26 @@ def _local(name: str) -> Method:
     return Method(name, summary, settings_type, build, partial(check_local, kind))
 
 
+def _lamb(
+    module: nn.Module, inner: torch.optim.Optimizer, settings: LambSettings, group: Group
+) -> Replica:
+    codec = codecs.parse(settings.codec)
+    lamb = build_lamb(inner, settings)
+    return WireReplica(module, GradientAverage(lamb, codec=codec, group=group))
+
+
+def _one_bit(name: str) -> Method:
+    summary, settings_type, make = ONE_BIT[name]
+
+    def build(
+        module: nn.Module, inner: torch.optim.Optimizer, settings: Any, group: Group
+    ) -> Replica:
+        return OneBitReplica(module, make(inner, settings, group))
+
+    check = partial(check_one_bit, make)
+    return Method(name, summary, settings_type, build, check, False, dense_steps)
+
+
 def _check_ddp(settings: DdpSettings) -> None:
     if settings.bucket_mb <= 0:
         raise UsageError(f"--bucket-mb takes a number > 0, got {settings.bucket_mb}")
@@ -306,6 +379,8 @@ METHODS = {
             _check_average,
         ),
         *map(_local, PRESETS),
+        Method("lamb", "LAMB with dense gradients", LambSettings, _lamb, check_lamb, False),
+        *map(_one_bit, ONE_BIT),
     )
 }
 

@@ -1,0 +1,325 @@
+"""Carrier: the lanes of one process group - issuing, landing, waiting, and noticing lost peers.
+
+[Note: order] Every transfer of a wire is issued from the wire's one issuing lane, in the order of
+the calls. As long as all ranks make the same calls in the same order - by step counts, never by
+looking at what has arrived - their collectives match. A multi-phase transfer may block the issuing
+lane between its phases; the calls behind it wait their turn there, not in the caller.
+
+[Note: landing] A second lane waits for what was issued, finishes it (divides, decodes) and notes
+the time, so that this work too passes behind compute. Point-to-point transfers land in a lane for
+each peer and direction: a message that is late must not hold up the news of another.
+
+[Note: streams] With CUDA the lanes work on a side stream of the wire. It starts after the caller's
+stream has produced the payload (an event recorded at the call) and the lander synchronises it
+before it reports. The flight holds every buffer until then, so the allocator can not reuse them.
+
+[Note: exit] A process must be able to leave although its group is broken or a flight is in the air,
+but the destructor of a gloo group, which close() and shutdown() bring about, waits for its
+transfers, and for a peer that is frozen it would wait for ever. Such a group is never destroyed.
+"""
+
+import atexit
+import ctypes
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thinwire.errors import PeerLost
+from thinwire.wire import collectives
+from thinwire.wire.account import Account
+from thinwire.wire.collectives import Part, Started, TransferError
+from thinwire.wire.flight import Flight
+from thinwire.wire.groups import new_group
+from thinwire.wire.heartbeat import Heartbeat
+from thinwire.wire.lane import Lane
+from thinwire.wire.transfers import Issue, Land
+from thinwire.wire.world import World
+
+Late = Callable[[], dict[int, str]]  # who has not done its part, found out when time is up
+
+_ASSUMED_RATE = 12_500.0  # bytes/s (0.1 Mbit/s) until a flight has been timed
+_PATIENCE = 8.0  # a transfer may take this many times what the measured rate predicts
+_EXIT_PATIENCE = 10.0  # seconds an exit waits for flights that nobody has landed
+_NETWORK_WORDS = ("gloo", "NCCL", "Connection", "Socket", "PeerLost")
+
+
+class Carrier:
+    """Moves the payloads of one wire among `ranks` of the world, two or more."""
+
+    def __init__(
+        self, ranks: list[int], name: str, account: Account, world: World, timeout: float
+    ) -> None:
+        assert world.heartbeat is not None
+        self.ranks, self.name, self.account, self.world = ranks, name, account, world
+        self.timeout = timeout
+        self._heart: Heartbeat = world.heartbeat
+        self.group: ProcessGroup = new_group(ranks)
+        self._key = f"{name}:{self.group.group_name[:8]}"
+        self._issuer = Lane(f"{name}-issue")
+        self._landers: dict[str, Lane] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._rate = _ASSUMED_RATE
+        self._timed = False
+        self._issuing = 0  # number of the transfer that the issuing lane is busy with
+        self._broken: Exception | None = None
+        self._breaking = threading.Lock()
+        _carriers.add(self)
+
+    def launch(
+        self, flat: Tensor, issue: Issue, *, peer: int | None = None, lane: str = "collective"
+    ) -> Flight:
+        """`peer` is the other end of a message; without one all ranks of the group take part."""
+        flight = Flight(flat, self.account)
+        self.account.launched()
+        ready = self._payload_ready(flat)
+        key = lane if peer is None else f"{lane} {peer}"
+        number = self._number() if peer is None else 0
+        late = (lambda: self._late(number)) if peer is None else (lambda: self._late_peer(peer))
+        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, number))
+        flight._lands_with(
+            self._lander(key).submit(lambda: self._land(flat, issued, flight.launched_at, late))
+        )
+        return flight
+
+    def _lander(self, key: str) -> Lane:
+        if key not in self._landers:
+            self._landers[key] = Lane(f"{self.name}-land-{key}")
+        return self._landers[key]
+
+    def _lanes(self) -> list[Lane]:
+        return [self._issuer, *self._landers.values()]
+
+    def _issue(
+        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue, number: int
+    ) -> tuple[Started, Land, Tensor]:
+        self._require_whole()
+        self._issuing = number
+        carrier = collectives.transport_device(flat, self.group, self.world.device)
+        try:
+            with self._on_stream(flat, carrier, ready):
+                buffer = flat.to(carrier)
+                started, land = issue(buffer)
+        except TransferError as error:
+            raise self._failure(str(error)) from error
+        except Exception as error:
+            # The other ranks go on without this transfer: nothing after it would match.
+            self._break(error)
+            raise
+        self.account.sent(started[1])
+        return started, land, buffer
+
+    def _land(
+        self,
+        flat: Tensor,
+        issued: "Future[tuple[Started, Land, Tensor]]",
+        launched_at: float,
+        late: Late,
+    ) -> float:
+        started, land, buffer = issued.result()
+        with self._on_stream(flat, buffer.device, None) as stream:
+            self._finish(started, flat.nbytes, late)
+            land()
+            if buffer is not flat and buffer.data_ptr() != flat.data_ptr():
+                flat.copy_(buffer)
+            if stream is not None:
+                torch.cuda.current_stream().synchronize()
+        arrived = time.perf_counter()
+        self._time(started[1], arrived - launched_at)
+        return arrived
+
+    def finish_phase(self, started: Started) -> None:
+        """An inner phase: counted here, since the flight's launch counts the last one only."""
+        number = self._issuing
+        self._finish(started, started[1], lambda: self._late(number))
+        self.account.sent(started[1])
+
+    def _finish(self, started: Started, nbytes: int, late: Late) -> None:
+        """Waits for the parts, looking after the peers once that takes long."""
+        began = time.monotonic()
+        limit = self.timeout + _PATIENCE * nbytes / self._rate
+        heart = self._heart
+        for part in started[0]:
+            try:
+                if not part.arrives(within=max(0.0, self.timeout - heart.grace)):
+                    self._outlast(part, heart, began, limit, late)
+            except RuntimeError as error:
+                raise self._failure(str(error)) from error
+
+    def _outlast(
+        self, part: Part, heart: Heartbeat, began: float, limit: float, late: Late
+    ) -> None:
+        """A slow link is waited for up to the limit, a lost peer no longer than it is silent."""
+        with heart.watch(self.ranks) as watch:
+            while not part.arrives(within=heart.interval):
+                waited = time.monotonic() - began
+                if lost := watch.lost():
+                    raise self._failure(f"no arrival for {waited:.1f} s", lost)
+                if waited > limit:
+                    raise self._failure(f"no arrival for {waited:.1f} s", late())
+
+    def _number(self) -> int:
+        """Counts a transfer that all ranks begin, so that the others can tell who has not."""
+        return self._heart.begun(self._key)
+
+    def _late(self, number: int) -> dict[int, str]:
+        """Who answers, but has not come to this transfer."""
+        beats = self._heart.beats()
+        behind = {}
+        for rank in self.ranks:
+            beat = beats.get(rank)
+            if beat is not None and beat.issued.get(self._key, 0) < number:
+                behind[rank] = (
+                    f"on {beat.host}, answers, but after {beat.note!r} it has not come to "
+                    f"transfer {number} of {self.name!r}"
+                )
+        return behind
+
+    def _late_peer(self, peer: int) -> dict[int, str]:
+        """The other end of a message answers, but does not take or send it."""
+        rank = self.ranks[peer]
+        beat = self._heart.beats().get(rank)
+        doing = f"on {beat.host}, answers after {beat.note!r}, but" if beat is not None else "it"
+        return {rank: f"{doing} did not do its part of a message"}
+
+    def _failure(self, cause: str, suspects: Mapping[int, str] | None = None) -> PeerLost:
+        """The error of this wire from now on: the first is the one that names who went first."""
+        with self._breaking:
+            if self._broken is None:
+                cause = cause.strip().split("\n")[-1][:200]
+                self._break(self.world.lost(self.ranks, f"{self.name}: {cause}", suspects=suspects))
+        return PeerLost(str(self._broken))
+
+    def _break(self, error: Exception) -> None:
+        self._broken = error
+        _keep(self.group)
+
+    def _require_whole(self) -> None:
+        if isinstance(self._broken, PeerLost):
+            raise PeerLost(str(self._broken))
+        if self._broken is not None:
+            raise RuntimeError(
+                f"wire {self.name!r} is out of step with its peers since an earlier transfer "
+                f"failed here: {self._broken}"
+            ) from self._broken
+
+    def watch(
+        self, parts: list[Part], buffer: Tensor, then: Callable[[Tensor], Tensor]
+    ) -> "torch.futures.Future[Tensor]":
+        """Looks after a collective that somebody else (DDP) issued on this wire's group.
+
+        The future gets `then(buffer)`, or the error that names a lost peer.
+        """
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        number = self._number()
+
+        def settle() -> None:
+            try:
+                self._finish((parts, buffer.nbytes), buffer.nbytes, lambda: self._late(number))
+                future.set_result(then(buffer))
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        self._lander("collective").submit(settle)
+        return future
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """The error that ended this wire; None while it works."""
+        return self._broken if isinstance(self._broken, PeerLost) else None
+
+    def explain(self, error: BaseException) -> PeerLost | None:
+        """The lost peer behind an error of somebody else's transfer (DDP's) on this wire's group.
+
+        None if the error is not the network's, or nobody is lost.
+        """
+        if self.lost is not None:
+            return self.lost
+        if not any(word in str(error) for word in _NETWORK_WORDS):
+            return None
+        suspects = self._heart.suspects(self.ranks)
+        return self._failure(str(error), suspects) if suspects else None
+
+    def close(self) -> None:
+        """Ends the lanes and leaves the group; all flights must have landed."""
+        for lane in self._lanes():
+            lane.close()
+        self._heart.forget(self._key)
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+    def drain(self, patience: float) -> None:
+        """At exit: what is in the air may be a peer's result, and is given some time to land."""
+        end = time.monotonic() + patience
+        for lane in self._lanes():
+            lane.close()
+        if not all(lane.join(max(0.0, end - time.monotonic())) for lane in self._lanes()):
+            _keep(self.group)
+
+    def _time(self, sent: int, seconds: float) -> None:
+        """Keeps the slowest rate seen for payloads large enough to tell a rate."""
+        if sent >= 65536 and seconds > 0:
+            rate = sent / seconds
+            self._rate = min(self._rate, rate) if self._timed else rate
+            self._timed = True
+
+    def _payload_ready(self, flat: Tensor) -> torch.cuda.Event | None:
+        if not flat.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(flat.device))
+        return event
+
+    def _on_stream(
+        self, flat: Tensor, carrier: torch.device, ready: torch.cuda.Event | None
+    ) -> AbstractContextManager[object]:
+        """Gives None where no device takes part. The payload or what carries it may be on one."""
+        device = flat.device if flat.is_cuda else carrier
+        if device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        if ready is not None:
+            self._stream.wait_event(ready)
+        return _Streaming(self._stream)
+
+
+class _Streaming:
+    """torch.cuda.stream, but its `with` gives the stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._context = stream, torch.cuda.stream(stream)
+
+    def __enter__(self) -> torch.cuda.Stream:
+        self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *raised: Any) -> None:
+        self._context.__exit__(*raised)
+
+
+_carriers: "weakref.WeakSet[Carrier]" = weakref.WeakSet()
+
+
+def _keep(group: ProcessGroup | None) -> None:
+    """See [Note: exit]: one reference that no clean-up of the interpreter takes back."""
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _at_exit() -> None:
+    failed = hasattr(sys, "last_value")  # an exception ends this process: its peers must not wait
+    for carrier in list(_carriers):
+        carrier.drain(0.0 if failed else _EXIT_PATIENCE)
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,99 @@
+"""Transfers: what a wire does with a payload, step by step.
+
+Each function starts a transfer of `buffer`, which is where the group can carry it, and returns what
+it has started with what is left to do once that has arrived. The result ends up in `buffer`. They
+run in a carrier's issuing lane; `land` runs in a landing lane.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thinwire.wire import collectives
+from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.collectives import Started
+from thinwire.wire.compressed_mean import Settle, compressed_mean
+from thinwire.wire.flight import all_finite
+
+Land = Callable[[], None]
+Issued = tuple[Started, Land]
+Issue = Callable[[Tensor], Issued]
+
+
+def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Issued:
+    sums = buffer.to(dtype)  # itself, when it travels as it is
+    started = collectives.all_reduce(sums, group, dist.ReduceOp.SUM)
+
+    def land() -> None:
+        sums.div_(group.size())
+        if sums is not buffer:
+            buffer.copy_(sums)
+
+    return started, land
+
+
+def two_phase_mean(
+    buffer: Tensor, codec: Codec | ErrorFeedback, group: ProcessGroup, finish: Settle
+) -> Issued:
+    """`finish` blocks the issuing lane until the first phase has arrived."""
+    started, decode = compressed_mean(buffer, codec, group, finish)
+
+    def land() -> None:
+        decode()
+        if isinstance(codec, ErrorFeedback):
+            codec.settle(all_finite(buffer))
+
+    return started, land
+
+
+def exchange(
+    buffer: Tensor, pairs: list[tuple[int, float]], codec: Codec, group: ProcessGroup
+) -> Issued:
+    """`pairs` are (peer, weight) in rank order, which is the order of the sum."""
+    part = codec.part(buffer.numel(), 1)
+    sent = codec.encode(buffer, 1, part)
+    received = [torch.empty_like(sent) for _ in pairs]
+    started = collectives.exchange(sent, received, [peer for peer, _ in pairs], group)
+
+    def land() -> None:
+        own = 1.0 - sum(weight for _, weight in pairs)
+        terms = [(group.rank(), own, sent)] + [
+            (peer, weight, payload) for (peer, weight), payload in zip(pairs, received, strict=True)
+        ]
+        values = torch.empty_like(buffer)
+        total = torch.zeros_like(buffer)
+        for peer, weight, payload in sorted(terms, key=lambda term: term[0]):
+            exact = peer == group.rank()  # one's own values need no codec
+            term = buffer if exact else codec.decode(payload, part, values)
+            total.add_(term, alpha=weight)
+        buffer.copy_(total)
+
+    return started, land
+
+
+def send(buffer: Tensor, to: int, codec: Codec, group: ProcessGroup) -> Issued:
+    payload = codec.encode(buffer, 1, codec.part(buffer.numel(), 1))
+    return collectives.send(payload, to, group), lambda: _arrived(payload)
+
+
+def recv(buffer: Tensor, source: int, codec: Codec, group: ProcessGroup) -> Issued:
+    part = codec.part(buffer.numel(), 1)
+    payload = torch.empty(1, codec.payload_bytes(part), dtype=torch.uint8, device=buffer.device)
+    started = collectives.receive(payload, source, group)
+    return started, lambda: _arrived(codec.decode(payload, part, buffer))
+
+
+def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Issued:
+    return collectives.all_reduce(buffer, group, op), lambda: None
+
+
+def gather(rows: Tensor, own: Tensor, group: ProcessGroup) -> Issued:
+    sent = own.to(rows.device)
+    return collectives.all_gather(rows, sent, group), lambda: _arrived(sent)
+
+
+def _arrived(_payload: Tensor) -> None:
+    """Nothing is left to do; the closure has kept what the network was reading."""
