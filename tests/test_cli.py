@@ -48,8 +48,8 @@ def assert_refused(program: Program, said: str) -> None:
     ],
 )
 def test_bad_input(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     flags: list[str],
     said: str,
 ) -> None:
@@ -69,8 +69,8 @@ def hide_extras() -> None:
 
 
 def test_checkpoints_that_cannot_be_used(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     """Alone, and by the launcher before it starts anybody."""
     desk = Path.cwd()
@@ -106,8 +106,8 @@ def test_checkpoints_that_cannot_be_used(
 
 
 def test_a_run_directory_in_use(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     run = Path.cwd() / "run"
     first = thinwire("train", *small, "--steps", 100000, "--run", run)
@@ -159,8 +159,8 @@ def allowed(prepare: str) -> bool:
     ],
 )
 def test_a_machine_that_cannot(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     prepare: object,
     flags: list[str],
     said: str,
@@ -185,8 +185,8 @@ def worker(rank: int, port: int, size: int = 2) -> dict[str, str]:
 
 
 def test_a_port_that_is_taken(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -210,8 +210,8 @@ def test_a_port_that_is_taken(
     ],
 )
 def test_workers_that_others_started_refuse_together(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     flags: list[str],
     others: list[str],
     said: str,
@@ -233,8 +233,8 @@ def only_rank_1_fails() -> None:
 
 
 def test_what_one_worker_refuses_all_refuse(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     desk = Path.cwd()
     (desk / "elsewhere").mkdir()
@@ -250,7 +250,7 @@ def test_what_one_worker_refuses_all_refuse(
     assert listing(desk) == before
 
 
-def test_words_that_mean_nothing(thinwire: Start) -> None:  # noqa: F811
+def test_words_that_mean_nothing(thinwire: Start) -> None:
     assert_refused(thinwire("trian"), "there is no command 'trian': takes train, lab")
     assert_refused(thinwire("lab", "--rate", "1mbit"), "no command to run")
     assert_refused(thinwire("methods", "ddp"), "takes no arguments")
@@ -260,7 +260,7 @@ def test_words_that_mean_nothing(thinwire: Start) -> None:  # noqa: F811
     assert thinwire().wait() == 2
 
 
-def test_the_lists(thinwire: Start) -> None:  # noqa: F811
+def test_the_lists(thinwire: Start) -> None:
     program = thinwire("methods")
     assert program.wait() == 0
     names = [line.split()[0] for line in program.out.splitlines()]

@@ -25,7 +25,6 @@ from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
 from thinwire.lab.environment import free_port
 from thinwire.lab.output import Line
-from thinwire.train import run_directory
 from thinwire.train.config import parse
 from thinwire.train.loop import Trainer
 from thinwire.train.worker import run_worker
@@ -56,8 +55,8 @@ def workers_alone(start: Start, size: int, *argv: object, before: Any = None) ->
     ],
 )
 def test_the_launcher_names_the_worker_that_failed(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     signum: int,
     code: int,
     said: str,
@@ -78,8 +77,8 @@ def test_the_launcher_names_the_worker_that_failed(
 @pytest.mark.parametrize("method", ["ddp", "none"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_workers_alone_name_the_one_that_hangs(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     method: str,
     victim: int,
 ) -> None:
@@ -114,8 +113,8 @@ def spoil(steps: range) -> None:
 
 @pytest.mark.parametrize("method", ["none", "ddp", "average"])
 def test_a_worker_that_keeps_producing_nan_is_named(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     method: str,
 ) -> None:
     argv = [*small, *FOREVER, "--method", method, "--run", "run"]
@@ -149,7 +148,7 @@ def one_bad_step(argv: list[str]) -> tuple[bytes, dict[str, Any]]:
 )
 def test_one_bad_step_is_skipped_by_all_and_counted(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
     flags: list[str],
 ) -> None:
@@ -167,7 +166,7 @@ def test_one_bad_step_is_skipped_by_all_and_counted(
 
 
 def test_a_host_that_is_cut_off_is_named(
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -179,7 +178,7 @@ def test_a_host_that_is_cut_off_is_named(
     except LabError as error:
         pytest.skip(str(error))
     try:
-        job = lab.start(argv, env={run_directory.LAUNCHED: "1"}, sink=lines.append)
+        job = lab.start(argv, sink=lines.append)
         while job.poll(0.1) and steps_done(run, 1) < 2:
             pass
         lab.partition(1)
@@ -188,5 +187,5 @@ def test_a_host_that_is_cut_off_is_named(
         lab.close()
     assert outcome.code == 1
     said = [line.text for line in lines if line.label == "host0" and line.error]
-    assert len(said) == 1
+    assert len(said) == 1, "\n".join(said)
     assert said[0].startswith("thinwire: rank 0 lost rank 1 (on host1, silent ")

@@ -29,8 +29,8 @@ def caught(pid: int, signum: int, field: str) -> bool:
 
 
 def test_a_launcher_that_is_asked_to_stop_and_taken_up_again(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     run = Path.cwd() / "run"
     (Path.cwd() / "random.py").write_text("raise SystemExit('not the random you meant')")
@@ -40,6 +40,7 @@ def test_a_launcher_that_is_asked_to_stop_and_taken_up_again(
     program.signal(signal.SIGTERM)
     assert program.wait() == 143
     assert program.err == ""
+    assert "worker0 | stopping after the next few steps, with a checkpoint" in program.out
     last = program.out.splitlines()[-1]
     step = checkpoint.read_manifest(run).step
     assert last == (
@@ -57,8 +58,8 @@ def test_a_launcher_that_is_asked_to_stop_and_taken_up_again(
 
 
 def test_ctrl_c_twice(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     """The workers are frozen, so that the first cannot be obeyed."""
     run = Path.cwd() / "run"
@@ -81,8 +82,8 @@ def test_ctrl_c_twice(
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_one_worker_alone_stops_with_a_checkpoint(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
     signum: int,
     code: int,
 ) -> None:
@@ -96,8 +97,8 @@ def test_one_worker_alone_stops_with_a_checkpoint(
 
 
 def test_a_signal_too_late_to_stop_anything_is_no_stop(
-    thinwire: Start,  # noqa: F811
-    small: list[str],  # noqa: F811
+    thinwire: Start,
+    small: list[str],
 ) -> None:
     program = thinwire("train", *small, "--steps", 3, "--run", "run", before=signal_at_the_end)
     assert program.wait() == 0, program.err

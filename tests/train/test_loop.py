@@ -132,7 +132,7 @@ def autocast(config: TrainConfig) -> Any:
 @pytest.mark.parametrize("method", ["none"])
 def test_one_worker_is_a_plain_loop_bit_for_bit(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
     method: str,
     extra: list[str],
@@ -151,7 +151,7 @@ def test_one_worker_is_a_plain_loop_bit_for_bit(
 
 def test_workers_together_are_one_worker_with_their_batch(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     """ddp, average, and micro-batches: all the same gradient, up to the order of the sum."""
@@ -179,7 +179,7 @@ def test_workers_together_are_one_worker_with_their_batch(
 
 def test_the_evaluation_does_not_depend_on_the_number_of_replicas(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     argv = [*small, "--lr", "0", "--weight-decay", "0", "--steps", "1", "--eval-windows", "7"]
@@ -194,7 +194,7 @@ def test_the_evaluation_does_not_depend_on_the_number_of_replicas(
 
 def test_metrics_have_a_line_for_every_step_and_evaluation(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -222,7 +222,7 @@ def test_metrics_have_a_line_for_every_step_and_evaluation(
 
 def test_an_exported_model_has_the_loss_of_the_run(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     """Also where replicas have weights of their own: their mean is evaluated and exported."""
@@ -276,7 +276,7 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
     name: str,
 ) -> None:
@@ -297,7 +297,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 @pytest.mark.parametrize("name", ["none", "int4"])
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
     name: str,
 ) -> None:
@@ -320,7 +320,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 )
 def test_a_run_goes_on_with_another_number_of_workers(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
     method: str,
     before: int,
@@ -343,7 +343,7 @@ def test_a_run_goes_on_with_another_number_of_workers(
 
 def test_a_resumed_run_may_change_its_pace_and_nothing_that_its_state_depends_on(
     ranks: Ranks,
-    small: list[str],  # noqa: F811
+    small: list[str],
     tmp_path: Path,
 ) -> None:
     run = str(tmp_path)

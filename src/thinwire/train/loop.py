@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -70,6 +70,9 @@ class Trainer:
         self.loss = self.norm = math.nan
         self.val_loss = math.nan
         self._evaluated = self._saved = 0  # the steps at which that was done last
+        self._acknowledged = False
+        self.notice: Callable[[str], None] = lambda text: None
+        """Where a line for the user goes."""
 
     @property
     def tokens(self) -> int:
@@ -83,6 +86,7 @@ class Trainer:
             self._between_steps(metrics)
             metrics.write(self._train_step())
             signum = self.pulse.beat(self.step, self.loss, self.norm)
+            self._acknowledge(signum)
         self.pulse.end()
         stopped = self.step < self.config.loop.steps
         if not stopped:
@@ -90,6 +94,12 @@ class Trainer:
             metrics.write(self._evaluate())
         self.save()
         return self._summary(signal.Signals(signum).name if stopped else None)
+
+    def _acknowledge(self, stopping: int) -> None:
+        """Tells whoever has asked for it that the run will stop, where that takes a while."""
+        if self.pulse.stop_asked and not self._acknowledged and not stopping:
+            self.notice("stopping after the next few steps, with a checkpoint; Ctrl-C ends it now")
+            self._acknowledged = True
 
     def _between_steps(self, metrics: MetricsWriter) -> None:
         """What is due at this step. A run that was asked to stop does it once it is resumed."""

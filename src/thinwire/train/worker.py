@@ -37,6 +37,8 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
         run_directory.forget_summary(run)
         run_directory.write_config(run, config)
     metrics = _metrics(config, trainer, display if leader else None)
+    if leader:
+        trainer.notice = display.print if display is not None else print
     trainer.stop_on_signals()
     summary = trainer.train(metrics)
     if leader:
