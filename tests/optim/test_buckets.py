@@ -84,8 +84,9 @@ def order_of_buckets() -> list[list[int]]:
 def test_buckets_follow_the_first_backward_pass_of_rank_0(ranks: Ranks) -> None:
     one, other = ranks(2, order_of_buckets)
     assert one == other
-    layers = [{index // 2 for index in bucket} for bucket in one]
-    assert layers == [{0}, {2}, {1}], "last, middle, first"
+    layers = [index // 2 for bucket in one for index in bucket]
+    assert layers == [0, 0, 2, 2, 1, 1], "last, middle, first"
+    assert len(one) == 3
 
 
 def uneven() -> tuple[bytes, int]:

@@ -85,6 +85,7 @@ class OneBitOptimizer(BucketedOptimizer):
             self._measure()
         self._launch_rest()
         if not self._land():
+            self.grad_norm = math.nan
             return
         self.steps += 1
         square = 0.0 if self.compressing else self._clip_mean()

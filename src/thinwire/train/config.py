@@ -154,6 +154,12 @@ def check(config: TrainConfig) -> None:
         raise UsageError("--resume continues an earlier run: name its directory with --run")
     method = find_method(config.method)
     method.check(config.settings)
+    first = method.first_steps(config.settings)
+    if 0 < config.loop.steps <= first:
+        raise UsageError(
+            f"--freeze-at {first}: a run of --steps {config.loop.steps} would be dense throughout; "
+            "freeze earlier, or leave it out"
+        )
     if config.model.shards > 1 and not method.shardable:
         raise UsageError(
             f"--shards {config.model.shards}: {method.name} keeps each replica whole on one rank; "

@@ -1,0 +1,160 @@
+"""The one-bit methods for the trainer: their flags, and the optimizers these describe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.optim import Lamb, OneBitAdam, OneBitLamb
+from thinwire.optim.one_bit import OneBitOptimizer
+from thinwire.wire import codecs
+from thinwire.wire.codecs import Codec
+from thinwire.wire.wire import Group
+
+
+@dataclass
+class LambSettings:
+    """LAMB with dense gradients."""
+
+    codec: str = "fp32"
+    """Form in which gradients travel: fp32, bf16, fp16, int8, int4 or onebit, with error feedback
+    as in int4+ef."""
+    min_coefficient: float = 0.01
+    """Least length of a step relative to its tensor's, over lr. Raise it when small tensors do not
+    move."""
+    max_coefficient: float = 10.0
+    """Largest such length. Lower it, to 0.3 with batches of 64K, when single layers diverge."""
+
+
+@dataclass
+class OneBitSettings:
+    """What the one-bit methods share."""
+
+    freeze_at: int = 0
+    """Dense steps before the variance is frozen and one bit a value is sent; 0 finds it by itself.
+    Raise it when the loss falls behind the dense method's, lower it to save traffic."""
+    dense: str = "bf16"
+    """Form of the gradients until then: fp32, bf16, fp16 or int8. fp32 when the warm-up is
+    unstable."""
+    bucket_mb: float = 0.0
+    """Size of the buckets in MB of float32; 0 makes about four. Raise it on links with a long
+    delay."""
+    overlap: bool = True
+    """Send during the backward pass. In the one-bit stage that needs --clip 0, since the norm is
+    known only after it."""
+
+
+@dataclass
+class OneBitAdamSettings(OneBitSettings):
+    """1-bit Adam."""
+
+
+@dataclass
+class OneBitLambSettings(OneBitSettings):
+    """1-bit LAMB."""
+
+    min_coefficient: float = 0.01
+    """Least length of a step relative to its tensor's, over lr."""
+    max_coefficient: float = 10.0
+    """Largest such length. Lower it, to 0.3 with batches of 64K, when single layers diverge."""
+    factor_threshold: float = 0.1
+    """How much the correction for the frozen variance may change in a step. Lower it when the loss
+    jumps after the freeze."""
+
+
+def build_lamb(inner: torch.optim.Optimizer, settings: LambSettings) -> Lamb:
+    bounds = (settings.min_coefficient, settings.max_coefficient)
+    return Lamb(_groups(inner, "lamb"), coefficient=bounds)
+
+
+def build_adam(
+    inner: torch.optim.Optimizer, settings: OneBitAdamSettings, group: Group
+) -> OneBitOptimizer:
+    return OneBitAdam(_groups(inner, "one-bit-adam"), group=group, **_shared(settings))
+
+
+def build_one_bit_lamb(
+    inner: torch.optim.Optimizer, settings: OneBitLambSettings, group: Group
+) -> OneBitOptimizer:
+    return OneBitLamb(
+        _groups(inner, "one-bit-lamb"),
+        coefficient=(settings.min_coefficient, settings.max_coefficient),
+        factor_threshold=settings.factor_threshold,
+        group=group,
+        **_shared(settings),
+    )
+
+
+OneBitBuild = Callable[[torch.optim.Optimizer, Any, Group], OneBitOptimizer]
+
+ONE_BIT: dict[str, tuple[str, type, OneBitBuild]] = {
+    "one-bit-adam": (
+        "Adam, its momentum in one bit after a warm-up",
+        OneBitAdamSettings,
+        build_adam,
+    ),
+    "one-bit-lamb": (
+        "LAMB for large batches, its momentum in one bit after a warm-up",
+        OneBitLambSettings,
+        build_one_bit_lamb,
+    ),
+}
+
+
+def check_lamb(settings: LambSettings) -> None:
+    codecs.parse(settings.codec)
+    _try(lambda inner: build_lamb(inner, settings))
+
+
+def check_one_bit(build: OneBitBuild, settings: OneBitSettings) -> None:
+    """Builds the method on a toy, so that bad settings are refused before anything starts."""
+    _try(lambda inner: build(inner, settings, None))
+
+
+def dense_steps(settings: OneBitSettings) -> int:
+    """Steps that a run must have more of."""
+    return settings.freeze_at
+
+
+def _try(build: Callable[[torch.optim.Optimizer], object]) -> None:
+    try:
+        build(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _shared(settings: OneBitSettings) -> dict[str, Any]:
+    if settings.freeze_at < 0:
+        raise UsageError(f"--freeze-at takes a number of steps >= 0, got {settings.freeze_at}")
+    if settings.bucket_mb < 0:
+        raise UsageError(f"--bucket-mb takes a number >= 0, got {settings.bucket_mb}")
+    dense = codecs.parse(settings.dense)
+    if not isinstance(dense, Codec):
+        raise UsageError(f"--dense takes a codec without error feedback, got {settings.dense!r}")
+    return {
+        "freeze_at": settings.freeze_at or None,
+        "bucket_mb": settings.bucket_mb or None,
+        "dense": dense,
+        "overlap": settings.overlap,
+    }
+
+
+def _groups(inner: torch.optim.Optimizer, method: str) -> list[dict[str, Any]]:
+    """The groups of the trainer's Adam: these methods have its settings and their own update."""
+    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        raise UsageError(
+            f"--optimizer {type(inner).__name__}: {method} is an optimizer of its own, with the "
+            "settings of Adam; leave --optimizer out"
+        )
+    refused = [key for key in ("amsgrad", "maximize") if inner.defaults.get(key)]
+    if refused:
+        raise UsageError(f"--optimizer-arg {refused[0]}: {method} has no such variant")
+    return [
+        {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
+        for group in inner.param_groups
+    ]
