@@ -1,34 +1,40 @@
 """FreezeRule: when the variance of the gradients has settled enough to be kept for good.
 
 ||v||_1 is a running mean of s_t = ||g_t||², so the rule needs only that number of every step. It
-is the mean gradient's, the same bits on all ranks: they all decide alike, at the same step, and
-nothing is sent for it.
+is the mean gradient's before clipping, the same bits on all ranks: they all decide alike, at the
+same step, and nothing is sent for it.
 
-    w = min(1/(1-b2), t/4) steps ;   A = mean of s over the last w steps,  B = over the w before
-    settled:  |A - B| <= TOLERANCE max(A, B) + the standard error of A - B
+    w = min(1/(1-b2), t/4) ;   A = median of s over the last w steps,  B = over the w before those
+    settled:   A >= (1 - tolerance) B ,   tolerance = max(0.04, 2 / sqrt(w))
 
-freezes at the first step t that has the learning rate's warm-up behind it twice over, at least
-LEAST steps, and is settled. The published rule compares ||v|| over 1/(1-b2) steps, which at
-b2 = .999 a run of 500 steps never sees, and which the zeros that v starts from hold off; a window
-that grows with the run asks the same question at any length, and the standard error keeps a short,
-noisy window from asking for more than it can show.
+The variance is frozen at the first step t >= max(80, 1.5 x the learning rate's warm-up) at which it
+has settled. The published rule asks for a fall of at most 4 % over 1/(1-b2) steps. At b2 = .999 a
+run of 500 steps never has that many, and v, which starts from zeros, would hide the answer. Here
+the window grows with the run up to that length, and the tolerance is what the noise of w gradients
+leaves visible, down to the published 4 %. Medians, because one bad batch weighs as much as a
+hundred others in a mean of squares.
 """
 
 import math
+import statistics
 from collections import deque
+from itertools import islice
 from typing import Any
 
-LEAST = 50
-TOLERANCE = 0.2
-SHARE = 4  # the windows are 1/4 of the steps so far
+LEAST = 80
+SHARE = 4  # a window is this part of the steps so far
+TOLERANCE = 0.04
+NOISE = 2.0
+AFTER_WARMUP = 1.5
 
 
 class FreezeRule:
     def __init__(self, beta2: float) -> None:
-        self._longest = max(8, round(1 / (1 - beta2))) if beta2 < 1 else 8
+        self._longest = max(LEAST // SHARE, round(1 / (1 - beta2)))
         self._squares: deque[float] = deque(maxlen=2 * self._longest)
         self.step = 0
-        self.peak = 0  # the last step at which the learning rate has risen
+        self.peak = 0
+        """The last step at which the learning rate has risen."""
         self._lr = 0.0
 
     def observe(self, square: float, lr: float) -> bool:
@@ -38,16 +44,15 @@ class FreezeRule:
             self.peak = self.step
         self._lr = lr
         self._squares.append(square)
-        return self.step >= max(LEAST, 2 * self.peak) and self.settled()
+        return self.step >= max(LEAST, AFTER_WARMUP * self.peak) and self.settled()
 
     def settled(self) -> bool:
         width = min(self._longest, self.step // SHARE, len(self._squares) // 2)
-        if width < 2:
+        if width < 1:
             return False
-        values = list(self._squares)
-        new, before = _moments(values[-width:]), _moments(values[-2 * width : -width])
-        noise = math.sqrt((new[1] + before[1]) / width)
-        return abs(new[0] - before[0]) <= TOLERANCE * max(new[0], before[0]) + noise
+        latest = list(islice(reversed(self._squares), 2 * width))
+        new, before = statistics.median(latest[:width]), statistics.median(latest[width:])
+        return new >= (1 - max(TOLERANCE, NOISE / math.sqrt(width))) * before
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -60,9 +65,3 @@ class FreezeRule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.peak, self._lr = state["step"], state["peak"], state["lr"]
         self._squares = deque(state["squares"], maxlen=self._squares.maxlen)
-
-
-def _moments(values: list[float]) -> tuple[float, float]:
-    """Mean and variance."""
-    mean = sum(values) / len(values)
-    return mean, sum((v - mean) ** 2 for v in values) / (len(values) - 1)

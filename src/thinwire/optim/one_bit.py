@@ -182,15 +182,14 @@ class OneBitOptimizer(BucketedOptimizer):
             self._factor = self.clip / self.grad_norm
 
     def _clip_mean(self) -> float:
-        """Clips the mean gradients in the buffers; their squared norm as it enters v."""
+        """Clips the mean gradients in the buffers; their squared norm before that."""
         square = _square([bucket.buffer for bucket in self.buckets])
         self.grad_norm = math.sqrt(square)
         self._idle = self._still_idle()
-        if self.clip is None or self.grad_norm <= self.clip:
-            return square
-        for bucket in self.buckets:
-            bucket.buffer.mul_(self.clip / self.grad_norm)
-        return self.clip**2
+        if self.clip is not None and self.grad_norm > self.clip:
+            for bucket in self.buckets:
+                bucket.buffer.mul_(self.clip / self.grad_norm)
+        return square
 
     # -- the freeze -------------------------------------------------------------------------------
 
