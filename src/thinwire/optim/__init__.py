@@ -1,5 +1,6 @@
 """The methods, one file each; every one is a torch.optim.Optimizer."""
 
+from thinwire.optim import hooks
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.gradient_average import GradientAverage
 from thinwire.optim.lamb import Lamb
@@ -32,4 +33,5 @@ __all__ = [
     "SlowMo",
     "StreamingDiLoCo",
     "WireOptimizer",
+    "hooks",
 ]

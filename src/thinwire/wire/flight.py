@@ -53,6 +53,15 @@ class Flight:
         decide what is sent next."""
         return self._settled or self._arrival is None or self._arrival.done()
 
+    def when_arrived(self, then: Callable[[BaseException | None], None]) -> None:
+        """Calls `then`, with the error if there was one, when `wait()` would return at once: at the
+        latest on the thread that lands the flight, which must not be held up."""
+        arrival = self._arrival
+        if arrival is None:
+            then(None)
+        else:
+            arrival.add_done_callback(lambda done: then(done.exception()))
+
     @property
     def lag(self) -> int:
         """Optimizer steps since the launch."""
