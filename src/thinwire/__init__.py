@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SlowMo,
         StreamingDiLoCo,
         WireOptimizer,
+        ZeroOneAdam,
         hooks,
     )
     from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown
@@ -48,6 +49,7 @@ __all__ = [
     "Wire",
     "WireOptimizer",
     "World",
+    "ZeroOneAdam",
     "codecs",
     "hooks",
     "init",

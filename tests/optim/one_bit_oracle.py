@@ -167,6 +167,68 @@ def lamb(
     return x
 
 
+def zero_one(
+    start: list[Tensor],
+    gradient: Gradient,
+    size: int,
+    steps: int,
+    lr: float,
+    freeze_at: int,
+    double_after: int,
+    longest: int,
+    *,
+    lam: float = 0.0,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> list[list[Tensor]]:
+    """0/1 Adam with all tensors in one bucket; the weights of every rank, before any finish."""
+    like = [t.double() for t in start]
+    x = [flat(like) for _ in range(size)]
+    m = [torch.zeros_like(x[0]) for _ in range(size)]
+    v = torch.zeros_like(x[0])
+    exchange, refreshes, next_refresh = Exchange(size), 0, 1
+    exchanges = since = 0
+    for t in range(1, steps + 1):
+        g = [flat(gradient(rank, t, split(x[rank], like))) for rank in range(size)]
+        first = 1 - b1**t
+        if t <= freeze_at:
+            if t >= next_refresh:
+                mean = torch.stack(g).mean(0)
+                v = b2 * v + (1 - b2) * mean * mean
+                refreshes += 1
+                next_refresh = t + 2 ** (refreshes // double_after)
+            else:
+                mean = exchange.mean(g)
+            hat = v / (1 - b2**refreshes)
+            if t > double_after:
+                hat = hat.clamp(min=0.01 * float(hat.mean()))
+            common = b1 * m[0] + (1 - b1) * mean
+            after = x[0] - lr * (common / first / (hat.sqrt() + eps) + lam * x[0])
+            x, m = [after.clone() for _ in range(size)], [common.clone() for _ in range(size)]
+            if t == freeze_at:
+                frozen = v / (1 - b2**refreshes)
+                frozen = frozen.clamp(min=0.01 * float(frozen.mean())).sqrt() + eps
+                exchange = Exchange(size)
+                anchor, weight = after.clone(), 0.0
+                update = [torch.zeros_like(after) for _ in range(size)]
+            continue
+        keep = 1 - lr * lam
+        for i in range(size):
+            m[i] = b1 * m[i] + (1 - b1) * g[i]
+            x[i] = keep * x[i] - lr * m[i] / first / frozen
+            update[i] = keep * update[i] + lr * m[i] / first
+        anchor, weight, since = keep * anchor, keep * weight + lr / first, since + 1
+        if since >= min(longest, 2 ** (exchanges // double_after)):
+            mean = exchange.mean(update)
+            anchor = anchor - mean / frozen
+            x = [anchor.clone() for _ in range(size)]
+            m = [mean / weight for _ in range(size)]
+            update = [torch.zeros_like(mean) for _ in range(size)]
+            weight, since, exchanges = 0.0, 0, exchanges + 1
+    return [split(each, like) for each in x]
+
+
 def problem(size: int, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], Gradient]:
     """A quadratic with a minimum of its own for each rank, and noise by step."""
     generator = torch.Generator().manual_seed(5)

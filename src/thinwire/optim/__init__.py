@@ -17,6 +17,7 @@ from thinwire.optim.presets import (
     SlowMo,
     StreamingDiLoCo,
 )
+from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "CO2",
@@ -33,5 +34,6 @@ __all__ = [
     "SlowMo",
     "StreamingDiLoCo",
     "WireOptimizer",
+    "ZeroOneAdam",
     "hooks",
 ]

@@ -18,7 +18,8 @@ from thinwire.optim.flat import Flat
 from thinwire.wire.codecs import ErrorFeedback, OneBit
 from thinwire.wire.flight import Flight
 
-PER_VALUE = ("exp_avg", "exp_avg_sq", "fresh_sq")  # names that a tensor of one value may have too
+# What a tensor of a single value has of every value.
+PER_VALUE = ("exp_avg", "exp_avg_sq", "fresh_sq", "anchor", "update")
 _MB = 1_000_000
 
 
@@ -54,9 +55,13 @@ class Bucket:
         self.moments: dict[str, Tensor] = {}
         self.scalars: dict[str, Tensor] = {}
         self.m, self.v = self.new_moment("exp_avg"), self.new_moment("exp_avg_sq")
-        self.feedback = TentativeFeedback(OneBit())
+        self.reset_feedback()
         self.flight: Flight | None = None
         self._seen: list[tuple[int, int]] | None = None
+
+    def reset_feedback(self) -> None:
+        """Forgets what the codec has lost so far."""
+        self.feedback = TentativeFeedback(OneBit())
 
     def new_moment(self, name: str) -> Tensor:
         self.moments[name] = torch.zeros_like(self.buffer)

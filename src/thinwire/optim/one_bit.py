@@ -170,7 +170,7 @@ class OneBitOptimizer(BucketedOptimizer):
     def _measure(self) -> None:
         """The norm of this step's gradients before they are compressed, and what it asks for."""
         scale = 1.0 if self._scale is None else float(self._scale)
-        square = _square([p.grad for p in self._parameters if p.grad is not None]) / scale**2
+        square = squared_norm([p.grad for p in self._parameters if p.grad is not None]) / scale**2
         self._factor = 1.0
         if self.clip is None:
             self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
@@ -183,7 +183,7 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _clip_mean(self) -> float:
         """Clips the mean gradients in the buffers; their squared norm before that."""
-        square = _square([bucket.buffer for bucket in self.buckets])
+        square = squared_norm([bucket.buffer for bucket in self.buckets])
         self.grad_norm = math.sqrt(square)
         self._idle = self._still_idle()
         if self.clip is not None and self.grad_norm > self.clip:
@@ -240,7 +240,7 @@ class OneBitOptimizer(BucketedOptimizer):
         self._rule.load_state_dict(kept["rule"])
 
 
-def _square(tensors: Iterable[Tensor]) -> float:
+def squared_norm(tensors: Iterable[Tensor]) -> float:
     """The squared norm of them all; one wait for the device."""
     norms = [torch.linalg.vector_norm(t.float()).double() for t in tensors]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
