@@ -13,7 +13,7 @@ from thinwire.train.config import parse
 from thinwire.train.methods import Replica, find_method
 from thinwire.wire import world
 
-NAMES = ["one-bit-adam", "one-bit-lamb"]
+NAMES = ["one-bit-adam", "one-bit-lamb", "zero-one-adam"]
 
 
 def build(name: str, **settings: Any) -> Replica:
@@ -68,8 +68,8 @@ def resumed(name: str, states: list[Any], stop: int, end: int) -> list[Tensor]:
 @pytest.mark.parametrize("stop", [2, 6])
 def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, stop: int) -> None:
     states = ranks(2, saved, name, stop, 9)
-    for got in ranks(2, resumed, name, states, stop, 9):
-        assert all(map(torch.equal, got, states[0][2]))
+    for got, (_, _, straight) in zip(ranks(2, resumed, name, states, stop, 9), states, strict=True):
+        assert all(map(torch.equal, got, straight))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -79,6 +79,13 @@ def test_a_run_is_resumed_on_another_number_of_replicas(ranks: Ranks, size: int)
     for got in answers:
         assert all(map(torch.equal, got, answers[0]))
         assert all(bool(w.isfinite().all()) for w in got)
+
+
+def test_0_1_adam_is_resumed_by_as_many_replicas() -> None:
+    replica = build("zero-one-adam")
+    steps(replica, 0, 2)
+    with pytest.raises(UsageError, match="resume it on as many workers"):
+        replica.load_state(*replica.state(), same_replicas=False)
 
 
 @pytest.mark.parametrize("name", ["lamb", *NAMES])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
-from thinwire.optim import GradientAverage, LocalUpdates
+from thinwire.optim import GradientAverage, LocalUpdates, ZeroOneAdam
 from thinwire.optim.flat import Flat
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.train.local_methods import PRESETS, LocalSettings, build_local, check_local
@@ -266,6 +266,25 @@ class OneBitReplica(Replica):
         self.optimizer.load_errors(errors, ranks=ranks)
 
 
+class ZeroOneReplica(OneBitReplica):
+    """0/1 Adam: replicas take local steps between two exchanges, so each is saved by itself."""
+
+    replicated = False
+
+    def state(self) -> tuple[State, State]:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {}, state
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        if not same_replicas:
+            raise UsageError(
+                "zero-one-adam keeps a state of its own on every replica: resume it on as many "
+                "workers as saved it"
+            )
+        load_model_state(self.model, private["model"])
+        self.optimizer.load_state_dict(private["optimizer"])
+
+
 @dataclass
 class NoSettings:
     """This method has no settings of its own."""
@@ -351,7 +370,9 @@ def _one_bit(name: str) -> Method:
     def build(
         module: nn.Module, inner: torch.optim.Optimizer, settings: Any, group: Group
     ) -> Replica:
-        return OneBitReplica(module, make(inner, settings, group))
+        optimizer = make(inner, settings, group)
+        kind = ZeroOneReplica if isinstance(optimizer, ZeroOneAdam) else OneBitReplica
+        return kind(module, optimizer)
 
     check = partial(check_one_bit, make)
     return Method(name, summary, settings_type, build, check, False, dense_steps)

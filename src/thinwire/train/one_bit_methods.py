@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.optim import Lamb, OneBitAdam, OneBitLamb
+from thinwire.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec
@@ -65,6 +65,17 @@ class OneBitLambSettings(OneBitSettings):
     jumps after the freeze."""
 
 
+@dataclass
+class ZeroOneAdamSettings(OneBitSettings):
+    """0/1 Adam."""
+
+    double_after: int = 16
+    """Dense refreshes, and later exchanges, after which their spacing doubles. Raise it when the
+    loss falls behind one-bit-adam's, lower it in short runs."""
+    longest: int = 16
+    """Most steps between two exchanges. Lower it when the loss swings with them."""
+
+
 def build_lamb(inner: torch.optim.Optimizer, settings: LambSettings) -> Lamb:
     bounds = (settings.min_coefficient, settings.max_coefficient)
     return Lamb(_groups(inner, "lamb"), coefficient=bounds)
@@ -88,6 +99,18 @@ def build_one_bit_lamb(
     )
 
 
+def build_zero_one(
+    inner: torch.optim.Optimizer, settings: ZeroOneAdamSettings, group: Group
+) -> OneBitOptimizer:
+    return ZeroOneAdam(
+        _groups(inner, "zero-one-adam"),
+        double_after=settings.double_after,
+        longest=settings.longest,
+        group=group,
+        **_shared(settings),
+    )
+
+
 OneBitBuild = Callable[[torch.optim.Optimizer, Any, Group], OneBitOptimizer]
 
 ONE_BIT: dict[str, tuple[str, type, OneBitBuild]] = {
@@ -100,6 +123,11 @@ ONE_BIT: dict[str, tuple[str, type, OneBitBuild]] = {
         "LAMB for large batches, its momentum in one bit after a warm-up",
         OneBitLambSettings,
         build_one_bit_lamb,
+    ),
+    "zero-one-adam": (
+        "0/1 Adam: one bit from early on, and local steps in the end",
+        ZeroOneAdamSettings,
+        build_zero_one,
     ),
 }
 
