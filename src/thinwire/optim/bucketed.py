@@ -154,10 +154,15 @@ class BucketedOptimizer(WireOptimizer):
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad and p.numel()]
         seen = [i for i in self._backward.order if i in trained]
         order = seen + [i for i in reversed(trained) if i not in self._backward.order]
-        first = self.wire.gather_bytes(",".join(map(str, order)).encode())[0].decode()
-        used = self.wire.agree([float(self._parameters[i].grad is not None) for i in trained])
+        first, used = self._agree_on_start(
+            ",".join(map(str, order)),
+            [float(self._parameters[i].grad is not None) for i in trained],
+        )
         self._idle = {i for i, flag in zip(trained, used, strict=True) if not flag}
         self._arrange([int(i) for i in first.split(",") if i])
+
+    def _agree_on_start(self, order: str, used: list[float]) -> tuple[str, list[float]]:
+        return self.wire.gather_bytes(order.encode())[0].decode(), self.wire.agree(used)
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Makes the buckets, and takes over what earlier ones hold."""

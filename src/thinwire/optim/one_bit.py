@@ -14,6 +14,11 @@ the one-bit momentum is as large as any other's: divided by sqrt(v) it would gro
 rank knows that norm, so all use sqrt(mean_i ||g_i||²), one number in a reduction of its own. It is
 known only after the whole backward pass, so with `clip` compressed buckets are launched by step().
 
+[Note: nodes] With `inside`, gradients are averaged densely inside a node first. Each of its L ranks
+then sends its own Lth of a bucket between the nodes, with the ranks that have the same part there,
+and the parts meet again inside: the traffic between nodes divides by L. Bucket k-1 is passed on
+between the nodes when bucket k is launched, so both wires keep one order on all ranks.
+
 [Note: skipped steps] A NaN or an infinity on any rank makes the mean of its bucket one on all
 ranks. All buckets have landed before anything is changed: a step is taken everywhere or nowhere.
 """
@@ -31,6 +36,8 @@ from thinwire.optim.bucketed import BucketedOptimizer, State
 from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_count, require_positive
 from thinwire.optim.freeze import FreezeRule
+from thinwire.optim.node import Node
+from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Group
 
@@ -51,6 +58,7 @@ class OneBitOptimizer(BucketedOptimizer):
         bucket_mb: float | None,
         overlap: bool,
         group: Group,
+        inside: Group = None,
     ) -> None:
         name = type(self).__name__
         if freeze_at is not None:
@@ -69,6 +77,8 @@ class OneBitOptimizer(BucketedOptimizer):
         self.grad_norm = math.nan
         """By which the last step was clipped, see [Note: clipping]; this rank's own without it."""
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
+        self._nodes = None if inside is None else Node(inside, f"{name} inside")
+        self._waiting: Bucket | None = None  # for its mean inside the node
         self._factor = 1.0  # on the gradients of this step, before they are compressed
 
     @property
@@ -99,13 +109,37 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _launch(self, bucket: Bucket) -> None:
         self._unscaled(bucket.take_gradients())
-        if not self._frozen(bucket):
-            bucket.flight = self.wire.mean(bucket.buffer, self.dense)
-            return
-        if self._factor != 1.0:
+        if self._frozen(bucket) and self._factor != 1.0:
             bucket.buffer.mul_(self._factor)
-        self._payload(bucket)
-        bucket.flight = self.wire.mean(bucket.buffer, bucket.feedback)
+        if self._nodes is None:
+            self._send(bucket, bucket.buffer)
+            return
+        bucket.flight = self._nodes.wire.mean(bucket.buffer)
+        self._pass_on()
+        self._waiting = bucket
+
+    def _pass_on(self) -> None:
+        """See [Note: nodes]."""
+        bucket, self._waiting = self._waiting, None
+        if bucket is not None and self._nodes is not None and bucket.flight is not None:
+            bucket.flight.wait()
+            self._send(bucket, self._nodes.part(bucket.buffer))
+
+    def _send(self, bucket: Bucket, part: Tensor) -> None:
+        if self._frozen(bucket):
+            self._payload(bucket)
+            bucket.flight = self.wire.mean(part, bucket.feedback)
+        else:
+            bucket.flight = self.wire.mean(part, self.dense)
+
+    def _launch_rest(self) -> None:
+        super()._launch_rest()
+        self._pass_on()
+
+    def _land(self) -> bool:
+        if self._nodes is not None:
+            self._nodes.reunite(self.buckets)
+        return super()._land()
 
     def _frozen(self, bucket: Bucket) -> bool:
         return self.compressing and bucket.compress
@@ -175,8 +209,12 @@ class OneBitOptimizer(BucketedOptimizer):
         if self.clip is None:
             self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
             return
-        total = self.wire.agree([square], "sum")[0]
-        self.grad_norm = math.sqrt(total / self.wire.size) if total >= 0 else math.nan
+        total, count = square, self.wire.size
+        if self._nodes is not None:
+            total = self._nodes.wire.agree([total], "sum")[0]
+            count *= self._nodes.wire.size
+        total = self.wire.agree([total], "sum")[0]
+        self.grad_norm = math.sqrt(total / count) if total >= 0 else math.nan
         # One that is not finite scales nothing: all ranks will find the payloads so, and skip.
         if self.clip < self.grad_norm < math.inf:
             self._factor = self.clip / self.grad_norm
@@ -227,6 +265,26 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"{self.steps} steps, all of them dense; set freeze_at below that, or leave it out",
                 stacklevel=2,
             )
+
+    def _check_start(self) -> None:
+        if self._nodes is not None:
+            require_same(self._nodes.wire, self._settings())
+            require_same_values(self._nodes.wire, self._parameters, "the weights at the first step")
+        super()._check_start()
+
+    def _agree_on_start(self, order: str, used: list[float]) -> tuple[str, list[float]]:
+        if self._nodes is not None:
+            order = self._nodes.wire.gather_bytes(order.encode())[0].decode()
+            used = self._nodes.wire.agree(used)
+        return super()._agree_on_start(order, used)
+
+    def portable_errors(self) -> list[State]:
+        if self._nodes is not None:
+            raise RuntimeError(
+                "with inside= each rank keeps the errors of its own part: save state_dict() of "
+                "each rank, and resume on as many"
+            )
+        return super().portable_errors()
 
     def _settings(self) -> dict[str, Any]:
         own = {"freeze_at": self.freeze_at, "clip": self.clip, "dense": repr(self.dense)}

@@ -37,6 +37,9 @@ class OneBitAdam(OneBitOptimizer):
         overlap: send buckets during the backward pass. Then gradients must not be changed between
             backward and step (use clip=), and gradient accumulation needs `accumulating()`.
         group: a ProcessGroup or one dimension of a DeviceMesh; all ranks by default.
+        inside: the other dimension of a (node, rank in the node) mesh, whose first is `group`:
+            gradients are averaged densely there, and only a part goes between the nodes from each
+            rank. For nodes whose ranks have a fast link to each other.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class OneBitAdam(OneBitOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = True,
         group: Group = None,
+        inside: Group = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
@@ -65,6 +69,7 @@ class OneBitAdam(OneBitOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             group=group,
+            inside=inside,
         )
 
     def _update_dense(self, bucket: Bucket) -> None:

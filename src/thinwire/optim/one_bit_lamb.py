@@ -44,7 +44,7 @@ class OneBitLamb(OneBitOptimizer):
         factor: (r_min, r_max), the bounds of r.
         factor_threshold: how much r may change in a step. Lower it when the loss jumps after the
             freeze.
-        freeze_at, clip, dense, bucket_mb, overlap, group: as in `OneBitAdam`.
+        freeze_at, clip, dense, bucket_mb, overlap, group, inside: as in `OneBitAdam`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class OneBitLamb(OneBitOptimizer):
         bucket_mb: float | None = None,
         overlap: bool = True,
         group: Group = None,
+        inside: Group = None,
     ) -> None:
         require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
         require_bounds("OneBitLamb", "factor", factor)
@@ -83,6 +84,7 @@ class OneBitLamb(OneBitOptimizer):
             bucket_mb=bucket_mb,
             overlap=overlap,
             group=group,
+            inside=inside,
         )
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:

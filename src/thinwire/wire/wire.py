@@ -170,6 +170,19 @@ class Wire:
             return Flight(flat, self.account)
         return carrier.launch(flat, lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group))
 
+    def gather(self, flat: Tensor) -> Flight:
+        """Every rank's share of `flat`, cut into as many equal parts as ranks, into `flat`: rank i
+        gives part i."""
+        self._require_open()
+        require_flat(flat)
+        if flat.numel() % self.size:
+            raise ValueError(f"gather of {flat.numel()} values, not a multiple of {self.size}")
+        carrier = self._carrier
+        if carrier is None or flat.numel() == 0:
+            return Flight(flat, self.account)
+        own = flat.view(self.size, -1)[self.rank].clone()
+        return carrier.launch(flat, lambda b: transfers.gather(b, own, carrier.group))
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
         self._require_open()

@@ -1,0 +1,141 @@
+"""Dense inside a node, one bit between nodes, on a mesh of two nodes with two ranks each."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire as tw
+from tests.conftest import Ranks
+from tests.optim import one_bit_oracle as oracle
+from tests.optim.one_bit_oracle import SHAPES, flat, split
+
+LR, FREEZE = 0.02, 4
+
+
+def build(kind: str, **settings: Any) -> tuple[list[nn.Parameter], Any, Any]:
+    tw.init()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+    start, gradient = oracle.problem(4, SHAPES)
+    weights = [nn.Parameter(t.float()) for t in start]
+    settings = {
+        "lr": LR,
+        "freeze_at": FREEZE,
+        "group": mesh["node"],
+        "inside": mesh["rank"],
+    } | settings
+    return weights, getattr(tw, kind)(weights, **settings), gradient
+
+
+def trained(kind: str, steps: int, settings: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
+    weights, optimizer, gradient = build(kind, **settings)
+    sent = []
+    for step in range(1, steps + 1):
+        before = optimizer.account.bytes
+        oracle.advance(optimizer, weights, gradient, optimizer.wire.world.rank, step, step)
+        sent.append(optimizer.account.bytes - before)
+    return [w.detach() for w in weights], sent
+
+
+def adam_oracle(steps: int) -> list[Tensor]:
+    """1-bit Adam among two nodes, each part of the bucket with an exchange of its own."""
+    start, gradient = oracle.problem(4, SHAPES)
+    order = [2, 1, 0]
+    like = [start[i] for i in order]
+    x = flat(like)
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    exchanges = [oracle.Exchange(2), oracle.Exchange(2)]
+    width = math.ceil(x.numel() / 2)
+    for t in range(1, steps + 1):
+        now = [split(x, like)[order.index(i)] for i in range(3)]
+        each = [flat([gradient(rank, t, now)[i] for i in order]) for rank in range(4)]
+        nodes = [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2]
+        if t <= FREEZE:
+            g = sum(nodes) / 2
+            m = 0.9 * m + 0.1 * g
+            v = 0.999 * v + 0.001 * g * g
+            hat = v / (1 - 0.999**t)
+            if t == FREEZE:
+                frozen = hat.clamp(min=0.01 * float(hat.mean()))
+        else:
+            payloads = [0.9 * m + 0.1 * g for g in nodes]
+            parts = zip(*(p.split(width) for p in payloads), strict=True)
+            m = torch.cat([e.mean(list(p)) for e, p in zip(exchanges, parts, strict=True)])
+            hat = frozen
+        x = x - LR * m / (1 - 0.9**t) / (hat.sqrt() + 1e-8)
+    return [split(x, like)[order.index(i)] for i in range(3)]
+
+
+def test_adam_equals_the_oracle_and_sends_half_between_the_nodes(ranks: Ranks) -> None:
+    answers = ranks(4, trained, "OneBitAdam", 7, {})
+    for weights, sent in answers:
+        assert all(map(torch.equal, weights, answers[0][0])), "the same bits on all four"
+        for got, wanted in zip(weights, adam_oracle(7), strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+        # 39 values: parts of 20 and 19, one bit each padded to 16, between two nodes
+        assert sent[-1] == 2 * 32 // 16 + 8
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_clipping_and_several_buckets(ranks: Ranks, kind: str) -> None:
+    answers = ranks(4, trained, kind, 7, {"clip": 0.5, "bucket_mb": 1e-5})
+    for weights, _ in answers:
+        assert all(map(torch.equal, weights, answers[0][0]))
+        assert all(bool(w.isfinite().all()) for w in weights)
+
+
+def poisoned() -> tuple[bool, int]:
+    weights, optimizer, gradient = build("OneBitAdam", bucket_mb=1e-5)
+    rank = optimizer.wire.world.rank
+    oracle.advance(optimizer, weights, gradient, rank, 1, 6)
+    before = [w.detach().clone() for w in weights]
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    if rank == 3:  # one value of one part of one bucket
+        weights[1].grad[0] = math.nan
+    optimizer.step()
+    return all(map(torch.equal, before, weights)), optimizer.account.skipped
+
+
+def test_a_bad_part_skips_the_step_on_all_ranks_of_all_nodes(ranks: Ranks) -> None:
+    assert ranks(4, poisoned) == [(True, 1)] * 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1)
+        )
+
+    def loss(self, seed: int) -> Tensor:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        return (self.layers(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def overlapped(overlap: bool) -> bytes:
+    rank = tw.init().rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = tw.OneBitAdam(
+        net.parameters(),
+        lr=1e-2,
+        freeze_at=3,
+        bucket_mb=0.0001,
+        overlap=overlap,
+        group=mesh["node"],
+        inside=mesh["rank"],
+    )
+    for step in range(8):
+        net.loss(10 * step + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return tw.wire.agreement.digest(net.parameters())
+
+
+def test_overlap_changes_when_and_not_what(ranks: Ranks) -> None:
+    assert len({*ranks(4, overlapped, True), *ranks(4, overlapped, False)}) == 1
