@@ -49,7 +49,7 @@ def test_a_short_run_waits_for_the_early_fall() -> None:
 
 
 def test_a_long_run_waits_until_it_falls_by_the_published_4_percent() -> None:
-    """||g||² halves every 8,000 steps, then levels off at step 40,000 of 500,000."""
+    """||g||² halves every 4,000 steps, then levels off at step 40,000 of 500,000."""
 
     def stream(step: int) -> float:
         return 0.5 ** (min(step, 40_000) / 4_000)

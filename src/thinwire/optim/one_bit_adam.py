@@ -8,7 +8,6 @@
 Paper: 1-bit Adam, arXiv 2102.02888. The stages are in one_bit.py.
 """
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.buckets import Bucket
@@ -83,6 +82,6 @@ class OneBitAdam(OneBitOptimizer):
     def _move(self, bucket: Bucket) -> None:
         directions = self._directions(bucket)
         for at, x, group in self._used(bucket):
-            lr = group["lr"]
+            lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])
-            x.sub_(torch.mul(directions[at], lr).to(x.dtype))
+            x.sub_(directions[at], alpha=lr)

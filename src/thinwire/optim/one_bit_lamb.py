@@ -175,7 +175,7 @@ class OneBitLamb(OneBitOptimizer):
 
     def _move(self, bucket: Bucket, updates: list[Tensor], lengths: Tensor) -> None:
         for at, x, group in self._used(bucket):
-            x.sub_((updates[at] * (group["lr"] * lengths[at])).to(x.dtype))
+            x.sub_(updates[at].mul_(group["lr"] * lengths[at]))
 
     def _scalar(self, bucket: Bucket, name: str, start: float) -> Tensor:
         held = bucket.scalars.get(name)

@@ -152,11 +152,11 @@ class ZeroOneAdam(OneBitOptimizer):
         bucket.m.lerp_(bucket.buffer, 1 - bucket.betas[0])
         later = self.refreshes + (1 if refreshing else 0)
         first, second = self._divisors(bucket, later)
-        self._scaled(bucket, bucket.m, first, second)
+        steps = bucket.views(self._scaled(bucket, bucket.m, first, second))
         for at, x, group in self._used(bucket):
-            lr = group["lr"]
+            lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])
-            x.sub_((bucket.views(bucket.buffer)[at] * lr).to(x.dtype))
+            x.sub_(steps[at], alpha=lr)
 
     def _divisors(self, bucket: Bucket, refreshes: int) -> tuple[float, float]:
         if not bucket.groups[0]["bias_correction"]:
@@ -217,9 +217,9 @@ class ZeroOneAdam(OneBitOptimizer):
         m, weight = bucket.views(bucket.m), bucket.scalars["weight"]
         update, anchor = (bucket.views(bucket.moments[k]) for k in ("update", "anchor"))
         for at, x, group in self._used(bucket):
-            lr = group["lr"]
+            lr = float(group["lr"])
             keep = 1 - lr * group["weight_decay"]
-            x.mul_(keep).sub_((steps[at] * lr).to(x.dtype))
+            x.mul_(keep).sub_(steps[at], alpha=lr)
             update[at].mul_(keep).add_(m[at], alpha=lr / first)
             anchor[at].mul_(keep)
             weight[at] = weight[at] * keep + lr / first

@@ -77,22 +77,27 @@ class _Memory:
         self._side = side
         self.error = error
         self._next: Tensor | None = None
+        self._spare: Tensor | None = None  # memory of the error before: a new one costs page faults
 
     def encode(self, codec: Codec, x: Tensor, rows: int, part: int, decay: float) -> Tensor:
+        """x belongs to the flight, and is overwritten."""
         self.require(x.numel())
+        z, self._spare = self._spare, None
+        if z is None or z.shape != x.shape or z.device != x.device or z.dtype != x.dtype:
+            z = torch.empty_like(x)
         if self.error is None:
-            z = x.clone()
+            z.copy_(x)
         else:
             self.error = self.error.to(x.device)
-            z = torch.add(x, self.error, alpha=decay)
+            torch.add(x, self.error, alpha=decay, out=z)
         payload = codec.encode(z, rows, part)
-        self._next = z.sub_(codec.decode(payload, part, torch.empty_like(z)))
+        self._next = z.sub_(codec.decode(payload, part, x))
         return payload
 
     def settle(self, finite: bool) -> None:
         if finite and self._next is not None:
-            self.error = self._next
-        self._next = None
+            self.error, self._next = self._next, self.error
+        self._spare, self._next = self._next, None
 
     def require(self, numel: int) -> None:
         if self.error is not None and self.error.numel() != numel:
