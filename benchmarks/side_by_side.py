@@ -2,10 +2,15 @@
 
 Every rank holds all contenders at once, each with its own copy of the model. A repetition gives
 each contender its turn: some steps that are not timed, to reach the steady state (with a flight in
-the air, where the method has any), then the timed ones, then a pause until its traffic has ended. A
-contender's efficiency is its tokens/s over those of `none` in the same repetition.
+the air, where the method has any), then the timed ones, then a pause until its traffic has ended.
+
+Neighbours on the machine slow single steps at random; what a method costs comes back at the same
+place of every round. So a round's time is the sum, over its places, of the median step at that
+place, over all rounds and repetitions; the slowest rank counts. A contender's efficiency is its
+tokens/s over those of `none`, measured in the same way in the same run.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,23 +36,26 @@ class Contender:
     build: Build
     untimed: int
     timed: int
-    seconds: list[float] = field(default_factory=list)
-    """Per step, a figure for each repetition."""
+    period: int = 1
+    """Steps in a round: `timed` must be a multiple of it."""
+    seconds: list[list[float]] = field(default_factory=list)
+    """Of the timed steps, a list for each repetition."""
 
     def prepare(self, model: str, corpus: Corpus, batch: int, context: int, world: World) -> None:
         network = build_model(ModelConfig(model=model), corpus.vocab, context, seed=0)
         self.replica = self.build(network, build_optimizer(OptimizerConfig(), network))
+        self.exposed = self._drained = 0.0
         self._batches = Batches(corpus.train, context, batch, world.rank, world.size, seed=0)
 
     def turn(self, control: Wire) -> None:
         for _ in range(self.untimed):
             self._step()
         control.barrier()
-        start = time.perf_counter()
+        clock = [time.perf_counter()]
         for _ in range(self.timed):
             self._step()
-        taken = (time.perf_counter() - start) / self.timed
-        self.seconds.append(control.agree([taken])[0])  # the slowest rank's
+            clock.append(time.perf_counter())
+        self.seconds.append([b - a for a, b in itertools.pairwise(clock)])
         self._drain()
         control.barrier()
 
@@ -58,11 +66,13 @@ class Contender:
         self.replica.optimizer.zero_grad(set_to_none=True)
 
     def _drain(self) -> None:
+        self.exposed = self.replica.account.exposed - self._drained
         optimizer = self.replica.optimizer
         if isinstance(optimizer, LocalUpdates):
             for fragment in optimizer.fragments:
                 if fragment.flight is not None:
                     fragment.flight.wait()
+        self._drained = self.replica.account.exposed - self.exposed  # waits of these pauses
 
 
 def race(
@@ -82,15 +92,27 @@ def race(
     for _ in range(repetitions):
         for contender in contenders:
             contender.turn(control)
-    alone = next(c for c in contenders if c.name == "none").seconds
-    return {c.name: _figures(c.seconds, alone) for c in contenders}
-
-
-def _figures(seconds: list[float], alone: list[float]) -> dict[str, float]:
-    ratios = [a / s for a, s in zip(alone, seconds, strict=True)]
+    rounds = {c.name: control.agree(_step_seconds(c))[0] for c in contenders}
     return {
-        "ms_per_step": round(1000 * statistics.median(seconds), 1),
-        "efficiency": round(statistics.median(ratios), 4),
-        "lowest": round(min(ratios), 4),
-        "highest": round(max(ratios), 4),
+        c.name: {
+            "ms_per_step": round(1000 * rounds[c.name], 1),
+            "efficiency": round(rounds["none"] / rounds[c.name], 4),
+            "exposed_ms_per_step": round(_exposed(c, control), 1),
+        }
+        for c in contenders
     }
+
+
+def _step_seconds(contender: Contender) -> list[float]:
+    """Seconds per step by the medians of the places in a round; one figure, for `agree`."""
+    places: list[list[float]] = [[] for _ in range(contender.period)]
+    for turn in contender.seconds:
+        for index, taken in enumerate(turn):
+            places[index % contender.period].append(taken)
+    return [statistics.fmean(statistics.median(place) for place in places)]
+
+
+def _exposed(contender: Contender, control: Wire) -> float:
+    """Milliseconds a step waited for the network, by the method's own account."""
+    account = contender.replica.account
+    return 1000 * control.agree([contender.exposed / max(1, account.steps)])[0]

@@ -1,6 +1,7 @@
 """How much sooner an overlapped method reaches the loss that data parallelism reaches.
 
-    python benchmarks/time_to_loss.py             4 workers, 100 Mbit/s, 3.2M parameters, 2 seeds
+    python benchmarks/time_to_loss.py             4 workers, 100 Mbit/s, 3.2M parameters
+    python benchmarks/time_to_loss.py --seeds 3   the same for three seeds
     python benchmarks/time_to_loss.py --quick     0.3M parameters, few steps, 1 seed
 
 Runs `thinwire train --lab` for ddp and for overlapped (rounds of 8 steps) on four emulated hosts,
@@ -29,8 +30,10 @@ QUICK = ["--model", "gpt-0.3m", "--eval-every", "5", "--eval-windows", "64"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    rows = [compare(seed, quick) for seed in range(1 if quick else 2)]
+    parser.add_argument("--seeds", type=int, default=1)
+    given = parser.parse_args()
+    quick = given.quick
+    rows = [compare(seed, quick) for seed in range(given.seeds)]
     print(f"{'seed':6}{'target loss':>12}{'ddp':>12}{'overlapped':>12}{'sooner':>9}")
     for seed, row in enumerate(rows):
         ratio = row["ddp"] / row["overlapped"]
@@ -44,7 +47,7 @@ def main() -> None:
 
 def compare(seed: int, quick: bool) -> dict[str, float]:
     size = QUICK if quick else FULL
-    steps = 40 if quick else 150
+    steps = 40 if quick else 100
     ddp = curve("ddp", steps, seed, size)
     # Local updates need more tokens for the same loss: allow for them, and stop looking then.
     ours = curve("overlapped", 2 * steps, seed, [*size, "--every", "8"])
