@@ -58,6 +58,7 @@ class World:
 
 
 _world: World | None = None
+_joined = 0  # worlds this process has joined, the same number on every rank
 
 
 def init(
@@ -146,9 +147,7 @@ def _join(backend: str | None) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), timeout=_JOIN_TIMEOUT
-        )
+        _meet(backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"))
     except dist.DistNetworkError as error:
         raise _join_error(error) from error
     except dist.DistStoreError as error:
@@ -156,6 +155,21 @@ def _join(backend: str | None) -> None:
             f"not all {os.environ['WORLD_SIZE']} ranks joined within "
             f"{_JOIN_TIMEOUT.total_seconds():.0f} s: {error}"
         ) from error
+
+
+def _meet(backend: str) -> None:
+    """Joins under keys of this world alone: torch would use those of an earlier one again, and find
+    the addresses it left, where a store outlives its worlds (torchrun's does)."""
+    global _joined
+    _joined += 1
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT)))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"thinwire world {_joined}", store),
+        rank=rank,
+        world_size=size,
+        timeout=_JOIN_TIMEOUT,
+    )
 
 
 def _join_error(error: Exception) -> Exception:
