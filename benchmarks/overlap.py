@@ -1,7 +1,7 @@
 """How much of the compute's speed each method keeps on a slow link.
 
     python benchmarks/overlap.py             2 workers, 3.2M parameters, 100 and 10 Mbit/s
-    python benchmarks/overlap.py --quick     100 Mbit/s only, 2 repetitions: about a minute
+    python benchmarks/overlap.py --quick     2 repetitions, 100 Mbit/s or the --rate given
 
 Two emulated hosts in the lab, real sockets, methods interleaved in one run (see side_by_side.py).
 Efficiency is tokens/s over the same loop with no communication. `post-local-sgd` is PyTorch's own
@@ -107,9 +107,11 @@ def memory(contenders: list[Contender]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--rate", choices=RATES, help="this rate only")
+    given = parser.parse_args()
+    quick = given.quick
     efficiency, sizes = {}, {}
-    for rate in ["100mbit"] if quick else RATES:
+    for rate in [given.rate or "100mbit"] if quick or given.rate else RATES:
         lines: list[str] = []
         with Lab(2, Link.of(rate, delay="1ms")) as lab:
             lab.check()
