@@ -27,8 +27,9 @@ import thinwire as tw
 from thinwire.lab import Lab, Link
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import DataConfig
-from thinwire.train.methods import Replica, find_method
+from thinwire.train.methods import find_method
 from thinwire.train.models import GPT
+from thinwire.train.replica import Replica
 from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, EVERY = "gpt-3m", 8, 128, 8

@@ -21,9 +21,9 @@ import torch
 from thinwire.optim import LocalUpdates
 from thinwire.train.corpus import Corpus
 from thinwire.train.data import Batches
-from thinwire.train.methods import Replica
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
+from thinwire.train.replica import Replica
 from thinwire.wire import World
 from thinwire.wire.wire import Wire
 

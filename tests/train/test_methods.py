@@ -9,7 +9,8 @@ from tests.conftest import Ranks
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.train.methods import METHODS, Replica, find_method
+from thinwire.train.methods import METHODS, find_method
+from thinwire.train.replica import Replica
 from thinwire.wire import world
 from thinwire.wire.agreement import digest
 

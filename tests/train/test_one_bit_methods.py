@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint
 from thinwire.train.config import parse
-from thinwire.train.methods import Replica, find_method
+from thinwire.train.methods import find_method
+from thinwire.train.replica import Replica
 from thinwire.wire import world
 
 NAMES = ["one-bit-adam", "one-bit-lamb", "zero-one-adam"]

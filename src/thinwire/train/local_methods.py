@@ -1,7 +1,10 @@
 """The local-update methods for the trainer: their flags, and the replica that runs them."""
 
+import math
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,9 @@ from thinwire.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
+from thinwire.train.method import Method
+from thinwire.train.replica import Replica, State
+from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire import codecs
 from thinwire.wire.wire import Group
 
@@ -127,6 +133,43 @@ class OverlappedSettings(LocalSettings):
     """Carries progress from round to round. Lower it when the loss overshoots."""
 
 
+class LocalReplica(Replica):
+    """A replica that steps on its own and meets the others by the rounds of `LocalUpdates`."""
+
+    optimizer: LocalUpdates
+
+    def __init__(self, module: nn.Module, optimizer: LocalUpdates) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def step(self, clip: float) -> float:
+        norm = self._clip(clip)
+        if not math.isfinite(norm):
+            # The round must still advance, on every rank alike: this replica takes no step in it.
+            self.account.skipped += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        state = local_state(
+            {"model": self.model.state_dict(), "inner": self.optimizer.inner.state_dict()}
+        )
+        return {}, {**state, "method": self.optimizer.method_state()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        load_model_state(self.model, private["model"])
+        load_optimizer_state(self.optimizer.inner, private["inner"])
+        self.optimizer.load_method_state(private["method"])
+        self.optimizer.adopt_inner()
+
+
 PRESETS: dict[str, tuple[str, type[LocalSettings], type[LocalUpdates]]] = {
     "overlapped": (
         "averaging hidden behind compute, nothing late on average (ours)",
@@ -191,3 +234,18 @@ def _parse_penalty(text: str) -> float | Literal["gap"]:
         return float(text)
     except ValueError:
         raise UsageError(f"--penalty takes gap or a number >= 1, got {text!r}") from None
+
+
+def _local(name: str) -> Method:
+    """A preset of `LocalUpdates` as a method of the trainer."""
+    summary, settings_type, kind = PRESETS[name]
+
+    def build(
+        module: nn.Module, inner: torch.optim.Optimizer, settings: LocalSettings, group: Group
+    ) -> Replica:
+        return LocalReplica(module, build_local(kind, inner, settings, module, group))
+
+    return Method(name, summary, settings_type, build, partial(check_local, kind))
+
+
+LOCAL_METHODS = tuple(map(_local, PRESETS))

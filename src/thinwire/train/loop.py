@@ -17,11 +17,12 @@ from thinwire.train import checkpoint, run_directory
 from thinwire.train.config import TrainConfig
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import IGNORED, Batches, validation_batches
-from thinwire.train.methods import Replica, find_method
+from thinwire.train.methods import find_method
 from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
 from thinwire.train.models import GPT, build_model, model_settings
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pulse import Pulse
+from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Wire

@@ -1,15 +1,20 @@
 """The one-bit methods for the trainer: their flags, and the optimizers these describe."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import GradientAverage, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.one_bit import OneBitOptimizer
+from thinwire.train.method import Method
+from thinwire.train.replica import Replica, State, WireReplica
+from thinwire.train.sharding import load_model_state
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Group
@@ -113,6 +118,66 @@ def build_zero_one(
 
 OneBitBuild = Callable[[torch.optim.Optimizer, Any, Group], OneBitOptimizer]
 
+
+class OneBitReplica(Replica):
+    """Replicas that take the same step, from dense gradients first and one-bit momentum then."""
+
+    replicated = True
+    optimizer: OneBitOptimizer
+
+    def __init__(self, module: nn.Module, optimizer: OneBitOptimizer) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.optimizer.accumulating()
+
+    def step(self, clip: float) -> float:
+        self.optimizer.clip = clip if clip > 0 else None
+        self.optimizer.step()
+        return self.optimizer.grad_norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.common_state(),
+            "errors": self.optimizer.portable_errors(),
+        }
+        return shared, {"errors": self.optimizer.own_errors()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        load_model_state(self.model, shared["model"])
+        self.optimizer.load_common_state(shared["optimizer"])
+        errors = private["errors"] if same_replicas else shared["errors"]
+        ranks = self.optimizer.wire.size if same_replicas else 0
+        self.optimizer.load_errors(errors, ranks=ranks)
+
+
+class ZeroOneReplica(OneBitReplica):
+    """0/1 Adam: replicas take local steps between two exchanges, so each is saved by itself."""
+
+    replicated = False
+
+    def state(self) -> tuple[State, State]:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {}, state
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        if not same_replicas:
+            raise UsageError(
+                "zero-one-adam keeps a state of its own on every replica: resume it on as many "
+                "workers as saved it"
+            )
+        load_model_state(self.model, private["model"])
+        self.optimizer.load_state_dict(private["optimizer"])
+
+
 ONE_BIT: dict[str, tuple[str, type, OneBitBuild]] = {
     "one-bit-adam": (
         "Adam, its momentum in one bit after a warm-up",
@@ -186,3 +251,31 @@ def _groups(inner: torch.optim.Optimizer, method: str) -> list[dict[str, Any]]:
         {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
         for group in inner.param_groups
     ]
+
+
+def _lamb(
+    module: nn.Module, inner: torch.optim.Optimizer, settings: LambSettings, group: Group
+) -> Replica:
+    codec = codecs.parse(settings.codec)
+    lamb = build_lamb(inner, settings)
+    return WireReplica(module, GradientAverage(lamb, codec=codec, group=group))
+
+
+def _one_bit(name: str) -> Method:
+    summary, settings_type, make = ONE_BIT[name]
+
+    def build(
+        module: nn.Module, inner: torch.optim.Optimizer, settings: Any, group: Group
+    ) -> Replica:
+        optimizer = make(inner, settings, group)
+        kind = ZeroOneReplica if isinstance(optimizer, ZeroOneAdam) else OneBitReplica
+        return kind(module, optimizer)
+
+    check = partial(check_one_bit, make)
+    return Method(name, summary, settings_type, build, check, False, dense_steps)
+
+
+ONE_BIT_METHODS = (
+    Method("lamb", "LAMB with dense gradients", LambSettings, _lamb, check_lamb, False),
+    *map(_one_bit, ONE_BIT),
+)

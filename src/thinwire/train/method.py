@@ -1,0 +1,27 @@
+"""Method: what the trainer and the command line know of a method."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.train.replica import Replica
+from thinwire.wire.wire import Group
+
+Build = Callable[[nn.Module, torch.optim.Optimizer, Any, Group], Replica]
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    summary: str
+    settings: type
+    build: Build
+    check: Callable[[Any], None] = lambda settings: None
+    """Refuses bad settings with a UsageError before anything is started."""
+    shardable: bool = True
+    """Whether a replica may be spread over several ranks (--shards)."""
+    first_steps: Callable[[Any], int] = lambda settings: 0
+    """Steps after which the method begins to be itself: a run must have more."""

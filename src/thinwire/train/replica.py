@@ -1,0 +1,140 @@
+"""Replica: one copy of the model under a method, as the training loop sees it.
+
+A method's family brings a kind of its own where the default does not do: what a step is, what is
+evaluated, and what a checkpoint keeps.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.optim import GradientAverage
+from thinwire.optim.flat import Flat
+from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
+from thinwire.wire.account import Account
+from thinwire.wire.wire import Group, Wire
+
+State = dict[str, Any]
+
+
+class Replica:
+    """One replica under a method: the default is a replica on its own.
+
+    `replicated` says that all replicas hold the same weights after every step, so that a checkpoint
+    needs only one copy.
+    """
+
+    replicated = False
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = module
+        self.module = module  # what is called for the loss: the model, or a wrapper of it
+        self.optimizer = optimizer
+        self.account = Account()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; `last` of the step or not."""
+        return nullcontext()
+
+    def step(self, clip: float) -> float:
+        """Clips, steps, and returns the gradient's norm; a norm that is not finite is a skip."""
+        norm = self._clip(clip)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self.account.skipped += 1
+        self.account.tick()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one to evaluate."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """After the last step."""
+
+    def state(self) -> tuple[State, State]:
+        """What a checkpoint keeps: what all replicas have in common, and what is this one's own."""
+        state = local_state(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        )
+        return (state, {}) if self.replicated else ({}, state)
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        state = shared if self.replicated else private
+        load_model_state(self.model, state["model"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
+
+    def _clip(self, clip: float) -> float:
+        parameters = list(self.model.parameters())  # in this order, as a plain loop would sum it
+        limit = clip if clip > 0 else float("inf")
+        norm: Tensor = nn.utils.clip_grad_norm_(parameters, limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class SeparateReplica(Replica):
+    """Replicas that never talk to each other: they meet only to be evaluated.
+
+    That goes over a wire of its own, for it is no part of what the method costs.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(module, optimizer)
+        self._meeting = Wire(group, name="consensus")
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the mean of the replicas, which is also what is exported."""
+        if self._meeting.size == 1:
+            yield
+            return
+        weights = list(self.model.parameters())
+        flat = Flat(weights)
+        own = flat.pack(weights, flat.new())
+        flat.unpack(self._meeting.mean(own.clone()).wait(), weights)
+        try:
+            yield
+        finally:
+            flat.unpack(own, weights)
+
+
+class WireReplica(Replica):
+    """Any of thinwire's own optimizers that average gradients and keep replicas equal."""
+
+    replicated = True
+    optimizer: GradientAverage
+
+    def __init__(self, module: nn.Module, optimizer: GradientAverage) -> None:
+        super().__init__(module, optimizer)
+        self.account = optimizer.account
+
+    def step(self, clip: float) -> float:
+        finite = self.optimizer.average()
+        norm = self._clip(clip) if finite else float("nan")
+        self.optimizer.step()
+        return norm
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.optimizer.consensus()
+
+    def finish(self) -> None:
+        self.optimizer.finish()
+
+    def state(self) -> tuple[State, State]:
+        inner = self.optimizer.inner.state_dict()
+        shared = local_state({"model": self.model.state_dict(), "inner": inner})
+        return shared, {"method": self.optimizer.method_state()}
+
+    def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
+        load_model_state(self.model, shared["model"])
+        load_optimizer_state(self.optimizer.inner, shared["inner"])
+        # Error feedback belongs to a rank and its part of the buffer: with another number of ranks
+        # it starts anew, which costs what one step's payload had lost.
+        if same_replicas:
+            self.optimizer.load_method_state(private["method"])
+        self.optimizer.adopt_inner()
