@@ -12,9 +12,9 @@ from thinwire.train.data import (
     Batches,
     Windows,
     mask_tokens,
-    permute,
     validation_batches,
 )
+from thinwire.train.order import permute
 
 CONTEXT = 4
 

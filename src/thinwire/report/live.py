@@ -71,8 +71,11 @@ class Display:
             parts.append(f"loss {f['loss']:.3f}" if finite else "loss not finite")
         if f.get("val_loss") is not None:
             parts.append(f"val {f['val_loss']:.3f}")
-        if "tokens_per_s" in f:
-            parts.append(f"{f['tokens_per_s']:,.0f} tokens/s")
+        if f.get("val_accuracy") is not None:
+            parts.append(f"accuracy {f['val_accuracy']:.1%}")
+        rate = next((name for name in f if name.endswith("_per_s")), None)
+        if rate is not None:
+            parts.append(f"{f[rate]:,.0f} {rate.removesuffix('_per_s')}/s")
             parts.append(f"{format_bytes(f['bytes'])} sent")
             share = f["exposed"] / f["seconds"] if f["seconds"] else 0.0
             parts.append(f"{share:.0%} waiting")

@@ -17,18 +17,21 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     console = console or Console()
     count = summary["workers"]
     table = Table(title=f"{summary['step']} steps on {count} worker{'s' * (count != 1)}")
-    for name in ("method", "tokens/s", "sent/worker", "exposed", "hidden", "loss", "val loss"):
+    unit, seconds = summary.get("unit", "tokens"), summary["seconds"]
+    row = {
+        "method": summary["method"],
+        f"{unit}/s": f"{summary[f'{unit}_per_s']:,.0f}",
+        "sent/worker": format_bytes(summary["bytes"] / count),
+        "exposed": f"{summary['exposed']:.1f} s ({summary['exposed'] / seconds:.0%})",
+        "hidden": f"{summary['hidden']:.1f} s",
+        "loss": _loss(summary["loss"]),
+        "val loss": _loss(summary["val_loss"]),
+    }
+    if summary.get("val_accuracy") is not None:
+        row["accuracy"] = f"{summary['val_accuracy']:.1%}"
+    for name in row:
         table.add_column(name, justify="left" if name == "method" else "right")
-    seconds = summary["seconds"]
-    table.add_row(
-        summary["method"],
-        f"{summary['tokens_per_s']:,.0f}",
-        format_bytes(summary["bytes"] / count),
-        f"{summary['exposed']:.1f} s ({summary['exposed'] / seconds:.0%})",
-        f"{summary['hidden']:.1f} s",
-        _loss(summary["loss"]),
-        _loss(summary["val_loss"]),
-    )
+    table.add_row(*row.values())
     console.print(table)
     if skipped := summary["skipped"]:
         steps = (

@@ -1,19 +1,11 @@
-"""Batches of tokens: which replica reads which windows, in which order.
+"""Batches of tokens: windows of the text, in the order of order.py.
 
-The tokens are cut into windows of context + 1 (a window's last token is the next one's first). An
-epoch visits every window once, in an order drawn from (seed, epoch). A step takes the next
-replicas * batch windows of that order; replica r reads its contiguous share of `batch` windows:
-
-    position p      p+batch        p+2*batch            p + replicas*batch
-        | replica 0 |  replica 1   |      ...           |   the next step
-
-So one integer, the number of windows the whole run has consumed, says where the run is. It is equal
-on all ranks, it is all that a checkpoint keeps, and it means the same for any number of replicas.
+The tokens are cut into windows of context + 1 (a window's last token is the next one's first); a
+window is a sample.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
+from thinwire.train.order import Indices, Order, spread
 
 Tokens = npt.NDArray[Any]  # one-dimensional, unsigned, possibly memory-mapped
 
@@ -74,7 +67,7 @@ class Windows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, indices: npt.NDArray[np.int64]) -> Tensor:
+    def read(self, indices: Indices) -> Tensor:
         """The windows as int64, (N, context + 1)."""
         out = np.empty((len(indices), self.context + 1), dtype=np.int64)
         for row, index in enumerate(indices):
@@ -85,8 +78,8 @@ class Windows:
         return torch.from_numpy(out)
 
 
-class Batches:
-    """Endless training batches of one replica; `position` is its whole state.
+class Batches(Order):
+    """Endless training batches of one replica; `position` is their whole state.
 
     With `mask_vocab` the batches are (inputs, targets) of the masked objective, where the masks of
     a window depend on the seed and its place in the global order only.
@@ -104,24 +97,14 @@ class Batches:
         *,
         mask_vocab: int | None = None,
     ) -> None:
-        if not 0 <= replica < replicas:
-            raise ValueError(f"replica must be in 0..{replicas - 1}, got {replica}")
         self.windows = Windows(tokens, context)
-        self.batch = batch
-        self.replica = replica
-        self.replicas = replicas
-        self.seed = seed
-        self.position = position
+        super().__init__(len(self.windows), batch, replica, replicas, seed, position)
         self.mask_vocab = mask_vocab
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The next (x, y), int64, each (batch, context)."""
-        first = self.position + self.replica * self.batch
-        places = np.arange(first, first + self.batch, dtype=np.int64)
-        self.position += self.replicas * self.batch
-        epochs, indices = np.divmod(places, len(self.windows))
-        rows = self.windows.read(permute(indices, len(self.windows), self.seed, epochs))
-        return _pair(rows, self.mask_vocab, self.seed, places)
+        places, indices = self.advance()
+        return _pair(self.windows.read(indices), self.mask_vocab, self.seed, places)
 
 
 def validation_batches(
@@ -141,9 +124,7 @@ def validation_batches(
     number of targets, `(y != IGNORED).sum()`.
     """
     windows = Windows(tokens, context)
-    count = min(limit, len(windows))
-    chosen = np.arange(count, dtype=np.int64) * len(windows) // max(count, 1)
-    share = chosen[replica * count // replicas : (replica + 1) * count // replicas]
+    share = spread(len(windows), limit, replica, replicas)
     for start in range(0, len(share), batch):
         indices = share[start : start + batch]
         yield _pair(windows.read(indices), mask_vocab, _VALIDATION_SEED, indices)
@@ -168,49 +149,8 @@ def mask_tokens(
     return inputs, targets
 
 
-def permute(
-    indices: npt.NDArray[np.int64], size: int, seed: int, epochs: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Where the permutation of range(size) that belongs to (seed, epoch) sends each index.
-
-    A Feistel network permutes a grid of rows * columns >= size without a table, so 10 million
-    windows cost no memory. The few values that land outside range(size) are sent round again, which
-    keeps the map one to one ("cycle walking").
-    """
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    keys = _mix(np.uint64(seed & _WORD) ^ _mix(epochs.astype(np.uint64)))
-    values = _feistel(indices.astype(np.uint64), rows, columns, keys)
-    while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], rows, columns, keys[outside])
-    return values.astype(np.int64)
-
-
-def _feistel(
-    values: npt.NDArray[np.uint64], rows: int, columns: int, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    """Move each row by a hash of the column, then each column by a hash of the row, three times."""
-    height, width = np.uint64(rows), np.uint64(columns)
-    row, column = values // width, values % width
-    for turn in range(3):
-        key = keys + np.uint64(turn << 48)  # rows and columns stay far below 2**47
-        row = (row + _mix(column + key) % height) % height
-        column = (column + _mix(row + key + np.uint64(1 << 47)) % width) % width
-    joined: npt.NDArray[np.uint64] = row * width + column
-    return joined
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64; arithmetic modulo 2**64."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    values = values ^ (values >> np.uint64(31))
-    return values
-
-
 def _pair(
-    rows: Tensor, mask_vocab: int | None, seed: int, places: npt.NDArray[np.int64]
+    rows: Tensor, mask_vocab: int | None, seed: int, places: Indices
 ) -> tuple[Tensor, Tensor]:
     """(x, y) of either objective from windows (N, context + 1)."""
     if mask_vocab is None:

@@ -15,15 +15,15 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint, run_directory
 from thinwire.train.config import TrainConfig
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import IGNORED, Batches, validation_batches
 from thinwire.train.methods import find_method
 from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
-from thinwire.train.models import GPT, build_model, model_settings
+from thinwire.train.models import Stack
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pulse import Pulse
 from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
+from thinwire.train.task import Task
+from thinwire.train.tasks import find_task
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import World
@@ -37,14 +37,11 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, control: Wire, corpus: Corpus, run: Path
+        self, config: TrainConfig, world: World, control: Wire, task: Task, run: Path
     ) -> None:
         self.config, self.world, self.control, self.run = config, world, control, run
-        masked = config.model.objective == "masked"
-        self._mask_vocab = corpus.vocab if masked else None
-        self._corpus = corpus
-        context, seed = config.data.context, config.loop.seed
-        self.model = build_model(config.model, corpus.vocab, context, seed).to(world.device)
+        self.task = task
+        self.model = task.build_model().to(world.device)
         self.shards = config.model.shards
         group = None
         if self.shards > 1:
@@ -54,31 +51,23 @@ class Trainer:
         inner = build_optimizer(config.optimizer, self.model)
         method = find_method(config.method)
         self.replica: Replica = method.build(self.model, inner, config.settings, group)
-        self.batches = Batches(
-            corpus.train,
-            context,
-            config.data.batch,
-            world.rank,
-            world.size,
-            seed,
-            mask_vocab=self._mask_vocab,
-        )
+        self.batches = task.batches(world.rank, world.size)
         # Each replica's own randomness.
-        torch.manual_seed((seed * 1_000_003 + world.rank + 1) % 2**63)
+        torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
         self.pulse = Pulse(control)
         self.step = 0
         self.seconds = 0.0  # spent training: evaluation and checkpoints are not counted
         self.loss = self.norm = math.nan
-        self.val_loss = math.nan
+        self.found: dict[str, float] = {}  # by the latest evaluation
         self._evaluated = self._saved = 0  # the steps at which that was done last
         self._acknowledged = False
         self.notice: Callable[[str], None] = lambda text: None
         """Where a line for the user goes."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens trained on so far, by however many replicas there were."""
-        return self.batches.position * self.config.data.context
+    def trained(self) -> int:
+        """Tokens or images trained on so far, by however many replicas there were."""
+        return self.batches.position * self.task.units_per_sample
 
     def train(self, metrics: MetricsWriter) -> dict[str, Any]:
         """Steps until the last one, or until all ranks agree to stop; returns the summary."""
@@ -117,10 +106,9 @@ class Trainer:
         happens here, in a fresh run and in a resumed one alike: with DDP the order in which three
         or more ranks are summed depends on its buckets, and so do the last bits.
         """
-        data = self.config.data
-        tokens = torch.zeros(data.batch, data.context, dtype=torch.int64, device=self.world.device)
+        x, y = (t.to(self.world.device) for t in self.task.blank())
         with self.replica.accumulating(last=True):
-            self._loss(tokens, tokens).backward()
+            self._loss(x, y).backward()
         self.replica.optimizer.zero_grad(set_to_none=True)
         self.replica.account.restore(Account().snapshot())
 
@@ -136,7 +124,7 @@ class Trainer:
         shared |= {
             "position": self.batches.position,
             "seconds": self.seconds,
-            "evaluated": [self._evaluated, self.val_loss],
+            "evaluated": [self._evaluated, self.found],
         }
         checkpoint.save(
             self.run,
@@ -161,7 +149,7 @@ class Trainer:
         self.replica.load_state(common, private, same_replicas=same)
         self.batches.position = shared["position"]
         self.seconds = shared["seconds"]
-        self._evaluated, self.val_loss = shared["evaluated"]
+        self._evaluated, self.found = shared["evaluated"]
         self.replica.account.restore(private["account"])
         self.step = self._saved = loaded.step
         if same:
@@ -210,13 +198,14 @@ class Trainer:
 
     def _record(self, taken: float) -> Record:
         totals = self.replica.account.snapshot()
-        windows = self.config.loop.accumulate * self.config.data.batch * self.world.size
+        samples = self.config.loop.accumulate * self.config.data.batch * self.world.size
+        unit = self.task.unit
         return {
             "kind": "step",
             "step": self.step,
             "loss": self.loss,
-            "tokens": self.tokens,
-            "tokens_per_s": windows * self.config.data.context / taken,
+            unit: self.trained,
+            f"{unit}_per_s": samples * self.task.units_per_sample / taken,
             "seconds": self.seconds,
             **{name: totals[name] for name in ("bytes", "exposed", "hidden", "lag", "skipped")},
         }
@@ -233,31 +222,25 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> Record:
-        """The mean loss over the validation windows, each replica having read its share."""
-        config = self.config
-        total = count = 0.0
+        """The task's measures over the validation samples, each replica having read its share."""
+        names = self.task.measures
+        totals = [0.0] * len(names)
+        count = 0.0
+        shards, device = self.shards, self.world.device
         self.model.eval()
         with self.replica.consensus(), self._autocast():
-            for x, y in validation_batches(
-                self._corpus.validation,
-                config.data.context,
-                config.data.batch,
-                self.world.rank // self.shards,  # the ranks of a replica compute together
-                self.world.size // self.shards,
-                config.loop.eval_windows,
-                mask_vocab=self._mask_vocab,
-            ):
-                targets = float((y != IGNORED).sum())
-                loss = self.model(x.to(self.world.device), y.to(self.world.device))
-                total, count = total + float(loss) * targets, count + targets
+            # The ranks of a replica compute together.
+            place = self.world.rank // shards, self.world.size // shards
+            for x, y in self.task.validation(*place):
+                means, targets = self.task.measure(self.model, x.to(device), y.to(device))
+                totals = [total + mean * targets for total, mean in zip(totals, means, strict=True)]
+                count += targets
         self.model.train()
-        total, count = self.control.agree([total, count], "sum")
-        self.val_loss = total / count
+        *totals, count = self.control.agree([*totals, count], "sum")
+        self.found = dict(zip(names, (total / count for total in totals), strict=True))
         self._evaluated = self.step
-        return {"kind": "eval", "step": self.step, "tokens": self.tokens} | {
-            "val_loss": self.val_loss,
-            "seconds": self.seconds,
-        }
+        record: Record = {"kind": "eval", "step": self.step, self.task.unit: self.trained}
+        return record | self.found | {"seconds": self.seconds}
 
     def _summary(self, stopped_by: str | None) -> dict[str, Any]:
         account = self.replica.account
@@ -265,57 +248,56 @@ class Trainer:
         seconds, exposed, hidden, skipped = self.control.agree(
             [self.seconds, account.exposed, account.hidden, account.skipped], "max"
         )
+        unit, trained = self.task.unit, self.trained
         return {
             "method": self.config.method,
             "workers": self.world.size,
             "step": self.step,
             "stopped_by": stopped_by,
-            "tokens": self.tokens,
+            "unit": unit,
+            unit: trained,
             "seconds": seconds,
-            "tokens_per_s": self.tokens / seconds,
+            f"{unit}_per_s": trained / seconds,
             "bytes": total,
-            "bytes_per_token": total / self.tokens,
+            f"bytes_per_{unit.removesuffix('s')}": total / trained,
             "exposed": exposed,
             "hidden": hidden,
             "skipped": int(skipped),
             "loss": loss / self.world.size,
-            "val_loss": self.val_loss,
+            **{name: self.found.get(name, math.nan) for name in self.task.measures},
         }
 
     def _meta(self) -> dict[str, Any]:
         return {
-            **_identity(self.config, self._corpus, self.model),
+            **_identity(self.config, self.task, self.model),
             "parameters": checkpoint.describe_model(self.model),
             "shards": self.shards,
         }
 
 
-def preflight(config: TrainConfig, run: Path) -> Corpus:
+def preflight(config: TrainConfig, run: Path) -> Task:
     """Everything that can be refused before a worker is started or a file is written."""
     run_directory.check(config, run)
     if config.loop.tensorboard:
         require_tensorboard()
     try_optimizer(config.optimizer)
-    corpus = load_corpus(config.data)
+    task = find_task(config)
     with torch.device("meta"):
-        model = build_model(config.model, corpus.vocab, config.data.context, config.loop.seed)
+        model = task.build_model()
     if config.loop.resume:
         meta = checkpoint.read_manifest(run).meta
-        _check_resumed(meta, _identity(config, corpus, model), model, run)
-    return corpus
+        _check_resumed(meta, _identity(config, task, model), model, run)
+    return task
 
 
-def _identity(config: TrainConfig, corpus: Corpus, model: GPT) -> dict[str, Any]:
+def _identity(config: TrainConfig, task: Task, model: Stack) -> dict[str, Any]:
     """What makes a checkpoint one of this run and no other."""
-    return {
-        "model": model_settings(model, config.model.model),
-        "settings": config.kept(),
-        "data": config.data.data,
-        "corpus": corpus.digest,
-    }
+    return {**task.identity(model), "settings": config.kept()}
 
 
-def _check_resumed(meta: Mapping[str, Any], now: Mapping[str, Any], model: GPT, run: Path) -> None:
+def _check_resumed(
+    meta: Mapping[str, Any], now: Mapping[str, Any], model: Stack, run: Path
+) -> None:
     """Refuses a checkpoint that this run would not continue, naming the difference."""
     checkpoint.check_model(meta, model, now["model"])
     saved = meta.get("settings", {})

@@ -4,9 +4,10 @@
     {"kind": "step", "step": 12, "loss": 4.9, "tokens": 49152, "tokens_per_s": 21000, "bytes": ...}
     {"kind": "eval", "step": 50, "val_loss": 3.1, ...}
 
-`tokens` and `tokens_per_s` are of all replicas together; `bytes`, `exposed`, `hidden`, `lag` and
-`skipped` are this worker's totals so far (see wire/account.py); `seconds` is time spent training,
-evaluation and checkpoints left out.
+`tokens` and `tokens_per_s` are of all replicas together, and have the name of the task's unit
+(`images`, `images_per_s`); `bytes`, `exposed`, `hidden`, `lag` and `skipped` are this worker's
+totals so far (see wire/account.py); `seconds` is time spent training, evaluation and checkpoints
+left out.
 """
 
 import json

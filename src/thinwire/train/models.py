@@ -5,8 +5,7 @@ Pre-norm blocks on a residual stream x of shape (B, T, D):
     x = x + attention(norm(x))        softmax(q kᵀ / sqrt(D / heads)) v, causal or over both sides
     x = x + mlp(norm(x))              D -> 4 D -> D, GELU
 
-No biases; positions are learned; the head's weight is the token embedding's. The model is `embed`,
-then `blocks`, then `head`, each a module that maps one tensor to the next.
+No biases; positions are learned; the head's weight is the token embedding's.
 """
 
 from __future__ import annotations
@@ -139,7 +138,33 @@ class Head(nn.Module):
         return logits
 
 
-class GPT(nn.Module):
+class Stack(nn.Module):
+    """`embed`, then `blocks`, then `head`, each a module that maps one tensor to the next.
+
+    `model(x)` gives the head's output, `model(x, targets)` the mean loss.
+    """
+
+    config: Any  # a dataclass, from which the model can be built again
+    embed: nn.Module
+    blocks: nn.ModuleList
+    head: nn.Module
+    checkpoint_activations = False
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        output: Tensor = self.head(x)
+        return output if targets is None else self.loss(output, targets)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must implement loss")
+
+
+class GPT(Stack):
     """`model(tokens)` gives logits (B, T, vocab), `model(tokens, targets)` the mean loss."""
 
     def __init__(self, config: GPTConfig, *, checkpoint_activations: bool = False) -> None:
@@ -163,15 +188,8 @@ class GPT(nn.Module):
             scale = 1 / math.sqrt(2 * self.config.layers) if residual else 1.0
             nn.init.normal_(parameter, std=0.02 * scale)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        logits: Tensor = self.head(x)
-        return logits if targets is None else token_loss(logits, targets)
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(output, targets)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -199,7 +217,7 @@ def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT
     return model
 
 
-def model_settings(model: GPT, name: str) -> dict[str, Any]:
+def model_settings(model: Stack, name: str) -> dict[str, Any]:
     """What a checkpoint keeps of a model, enough to build it again."""
     return {"name": name, **asdict(model.config)}
 

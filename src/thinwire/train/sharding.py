@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
 from thinwire.optim.flat import local_part
-from thinwire.train.models import GPT
+from thinwire.train.models import Stack
 from thinwire.wire.world import World
 
 
@@ -30,7 +30,7 @@ def make_mesh(world: World, shards: int) -> DeviceMesh:
     )
 
 
-def shard_model(model: GPT, mesh: DeviceMesh) -> None:
+def shard_model(model: Stack, mesh: DeviceMesh) -> None:
     """In place. Blocks are gathered one at a time; embedding and head share a weight, so they are
     gathered with the root."""
     for block in model.blocks:

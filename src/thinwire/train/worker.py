@@ -24,12 +24,12 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
     control = Wire(name="control")
     run = Path(os.fsdecode(control.gather_bytes(os.fsencode(run_directory.choose(config)))[0]))
     require_same(control, config.shared())
-    corpus = _together(control, lambda: preflight(config, run))
-    require_same(control, {"corpus": corpus.digest})
+    task = _together(control, lambda: preflight(config, run))
+    require_same(control, {"corpus": task.digest})
     leader = world.rank == 0
     holds = leader and run_directory.LAUNCHED not in os.environ
     lock = _together(control, lambda: run_directory.Lock(run) if holds else None)
-    trainer = Trainer(config, world, control, corpus, run)
+    trainer = Trainer(config, world, control, task, run)
     trainer.prime()
     if config.loop.resume:
         _together(control, trainer.resume)
