@@ -11,8 +11,14 @@ STAMP := $(VENV)/.thinwire-installed
 demo: $(STAMP)
 	$(BIN)/python -m thinwire train --config examples/demo.toml
 
+# Side by side what may be; then, one by one, what measures a network. ARGS runs a part by hand.
 test: $(STAMP)
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest -m alone
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ from side_by_side import Build, Contender, race  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Lab, Link
+from thinwire.optim.auto_period import PROBE_STEPS
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import DataConfig
 from thinwire.train.methods import find_method
@@ -59,14 +60,11 @@ def at_100_mbit() -> list[Contender]:
 
 def at_10_mbit() -> list[Contender]:
     auto = {"every": "auto", "codec": "int4"}
-    # The measurement of every=auto takes 8 steps, and a round follows before a flight is up. Its
-    # rounds have no length known here, so they are timed step by step, `period` 1: with no wait
-    # exposed, no place in a round differs from another.
     return [
         Contender("none", method("none"), 2, 2 * EVERY, EVERY),
         Contender("ddp", method("ddp"), 0, 1),
-        Contender("co2, int4, auto", method("co2", **auto), 3 * EVERY, 3 * EVERY),
-        Contender("overlapped, int4, auto", method("overlapped", **auto), 3 * EVERY, 3 * EVERY),
+        Contender("co2, int4, auto", method("co2", **auto), 0, 0, probe=PROBE_STEPS),
+        Contender("overlapped, int4, auto", method("overlapped", **auto), 0, 0, probe=PROBE_STEPS),
     ]
 
 

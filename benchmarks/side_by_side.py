@@ -38,6 +38,9 @@ class Contender:
     timed: int
     period: int = 1
     """Steps in a round: `timed` must be a multiple of it."""
+    probe: int = 0
+    """Steps after which every=auto has chosen its round; then a turn is one untimed round and two
+    timed ones, whatever is said above."""
     seconds: list[list[float]] = field(default_factory=list)
     """Of the timed steps, a list for each repetition."""
 
@@ -48,6 +51,8 @@ class Contender:
         self._batches = Batches(corpus.train, context, batch, world.rank, world.size, seed=0)
 
     def turn(self, control: Wire) -> None:
+        if self.probe and not self.seconds:
+            self._find_round()
         for _ in range(self.untimed):
             self._step()
         control.barrier()
@@ -58,6 +63,15 @@ class Contender:
         self.seconds.append([b - a for a, b in itertools.pairwise(clock)])
         self._drain()
         control.barrier()
+
+    def _find_round(self) -> None:
+        for _ in range(self.probe):
+            self._step()
+        optimizer = self.replica.optimizer
+        assert isinstance(optimizer, LocalUpdates)
+        assert optimizer.every is not None
+        self.untimed = self.period = optimizer.every
+        self.timed = 2 * optimizer.every
 
     def _step(self) -> None:
         with self.replica.accumulating(last=True):

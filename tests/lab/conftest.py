@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,12 @@ from lab_tools import MakeLab
 
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="session")

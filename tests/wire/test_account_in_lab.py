@@ -8,6 +8,8 @@ import pytest
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = """
 import json
 import torch, thinwire as tw

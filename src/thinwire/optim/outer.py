@@ -76,6 +76,8 @@ class OuterState:
     def __init__(self, settings: Outer, anchor: Tensor, shards: Shards, *, always: bool) -> None:
         self.settings = settings
         self._norm = shards.norm
+        # A norm is a pass over the buffer, and a collective among shards.
+        self._uses_norms = settings.penalty == "gap" or settings.clip is not None
         keeps = always or settings.momentum > 0 or settings.clip is not None
         self.momentum = torch.zeros_like(anchor) if keeps else None
         self.moved = 0.0  # |x_t - x_{t-1}|
@@ -86,13 +88,13 @@ class OuterState:
     def absorb(self, mean: Tensor, inner_lr: float) -> None:
         """The first half: penalty, momentum, clipping. `mean` is only read."""
         s = self.settings
-        size = self._norm(mean)
+        size = self._norm(mean) if self._uses_norms else 0.0
         self.penalty = self._penalty(size)
         norm = 0.0
         if self.momentum is not None:
             self.momentum.mul_(s.momentum * self._rescale(inner_lr))
             self.momentum.add_(mean, alpha=1 / self.penalty)
-            norm = self._clipped(size)
+            norm = self._clipped(size) if self._uses_norms else 0.0
         direct = size / self.penalty if s.nesterov or self.momentum is None else 0.0
         carried = s.momentum * norm if s.nesterov else norm
         self.moved = s.lr * (direct + carried)  # for Nesterov an upper bound
