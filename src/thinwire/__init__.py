@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire import pipeline
     from thinwire.optim import (
         CO2,
         DiLoCo,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         ZeroOneAdam,
         hooks,
     )
+    from thinwire.pipeline import AsyncPipeline, LookAhead
     from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown
 
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CO2",
     "Account",
+    "AsyncPipeline",
     "DiLoCo",
     "Eager",
     "Flight",
@@ -40,6 +43,7 @@ __all__ = [
     "Lamb",
     "LocalSGD",
     "LocalUpdates",
+    "LookAhead",
     "OneBitAdam",
     "OneBitLamb",
     "Outer",
@@ -53,16 +57,21 @@ __all__ = [
     "codecs",
     "hooks",
     "init",
+    "pipeline",
     "shutdown",
 ]
 
+_PIPELINE = {"AsyncPipeline", "LookAhead"}
 _WIRE = {"Account", "Flight", "Wire", "World", "codecs", "init", "shutdown"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    return getattr(import_module("thinwire.wire" if name in _WIRE else "thinwire.optim"), name)
+    if name == "pipeline":
+        return import_module("thinwire.pipeline")
+    room = "wire" if name in _WIRE else "pipeline" if name in _PIPELINE else "optim"
+    return getattr(import_module(f"thinwire.{room}"), name)
 
 
 def __dir__() -> list[str]:

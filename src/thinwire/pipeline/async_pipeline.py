@@ -1,0 +1,407 @@
+"""AsyncPipeline: a model cut into stages, one rank each, none of which ever waits for a flush.
+
+    w_s <- step(w_s, grad f(version of w_s that the forward used))          after every k micro-batches
+
+Every stage alternates forwards with its newest weights and backwards of the oldest micro-batch in
+flight, and steps its own optimizer (see `schedule.py` for the order and `stash.py` for the
+versions). Activations go to the next stage and gradients come back as transfers of the wire, in any
+codec; both pass behind compute as long as the lead covers the links' delay.
+
+Every stage iterates over the same micro-batches (x, y): the first stage computes on x and the last
+one's loss reads y, so no data travel but activations and gradients.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet, first_error
+from thinwire.pipeline.schedule import Backward, Forward, Name, Schedule
+from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
+from thinwire.wire.account import Account
+from thinwire.wire.agreement import require_same
+from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.flight import Flight
+from thinwire.wire.wire import Group, Wire
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One update of this stage."""
+
+    update: int
+    """Counted from 0 since the pipeline was made."""
+    loss: Tensor | None
+    """Mean over the update's micro-batches, on the last stage; a tensor, so that nothing waits for
+    a device until it is read."""
+    norm: Any
+    """The norm of the stage's gradient before clipping, or what `update=` returned."""
+
+
+class AsyncPipeline:
+    """One stage of a pipeline; every rank of the group makes one and calls the same methods.
+
+    Args:
+        module: this stage's part of the model; maps one tensor to one tensor.
+        optimizer: over module.parameters(): a torch optimizer, or any of thinwire's methods whose
+            group is the stage's replicas (with overlap=False where the method has that: gradients
+            of older versions do not pass through the parameters' hooks).
+        group: the stages in order, a ProcessGroup or one dimension of a DeviceMesh.
+        loss: loss(output, y) -> mean over the micro-batch; used on the last stage.
+        schedule: "1f1b" (the default), "2bw" for deep pipelines (delay 1, needs accumulate >= the
+            number of stages), "flush" for the synchronous yardstick.
+        stash: False keeps no versions: the backward runs at the newest weights. Saves memory, needs
+            the settings of `stage_settings` to learn, and costs a second forward.
+        recompute: run forwards again instead of keeping their graphs, when memory runs out.
+        accumulate: micro-batches per update. More of them make the delay smaller and updates rarer.
+        lead: further micro-batches in flight per hop. Raise it when `account.exposed` grows with
+            the link's delay (see `lead_for`); each adds an update of delay per hop.
+        codec: the form of activations; exact by default.
+        gradient_codec: the form of the gradients of activations; exact by default.
+        clip: largest norm of this stage's gradient; 0 does not clip.
+        autocast: a dtype such as torch.bfloat16 to compute in where it is safe.
+        update: replaces clipping and optimizer.step(); returns what `Record.norm` holds.
+        timeout: as in Wire.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: Group = None,
+        loss: Loss,
+        schedule: Name = "1f1b",
+        stash: bool = True,
+        recompute: bool = False,
+        accumulate: int = 1,
+        lead: int = 0,
+        codec: Codec | None = None,
+        gradient_codec: Codec | None = None,
+        clip: float = 1.0,
+        autocast: torch.dtype | None = None,
+        update: Callable[[], Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if schedule == "2bw" and not stash:
+            raise ValueError("schedule '2bw' is its two versions; it takes no stash=False")
+        _require_stateless(codec=codec, gradient_codec=gradient_codec)
+        self.module, self.optimizer = module, optimizer
+        self.account = Account()
+        """Bytes sent, seconds exposed and hidden, of activations and gradients."""
+        step = update or ClippedStep(module, optimizer, clip, self.account)
+        self._activations = Wire(group, name="activations", account=self.account, timeout=timeout)
+        self._gradients = Wire(group, name="gradients", account=self.account, timeout=timeout)
+        self._meeting = Wire(group, name="pipeline", timeout=timeout)  # no part of what it costs
+        self.stage, self.stages = self._meeting.rank, self._meeting.size
+        self.schedule = Schedule(schedule, self.stage, self.stages, accumulate, lead)
+        self._codec, self._gradient_codec = codec, gradient_codec
+        last = self.stage == self.stages - 1
+        self.runner = StageRunner(
+            module,
+            self.schedule,
+            step,
+            loss=loss if last else None,
+            stash=stash,
+            recompute=recompute,
+            autocast=autocast,
+        )
+        self.updates = 0
+        """Updates made so far, the same on all stages between two calls."""
+        self._forms: dict[Form, tuple[Form | None, Form | None]] = {}  # of x: into, out of a stage
+        self._undrained = False
+        self._require_same_settings(stash=stash, recompute=recompute, autocast=str(autocast))
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def train(
+        self,
+        batches: Iterable[Batch],
+        updates: int,
+        *,
+        before: Callable[[int], None] = lambda update: None,
+    ) -> Iterator[Record]:
+        """Makes `updates` updates, giving each as it is made, and drains.
+
+        Takes updates * accumulate micro-batches of one shape, the same on every stage. Once the
+        iterator is at its end, all stages have made as many updates and nothing is in flight:
+        evaluate, save or change the weights then. Leaving it earlier ends the pipeline. `before` is
+        called with the number of each update that is about to be made: set learning rates there.
+        """
+        self._require_drained()
+        if updates < 0:
+            raise ValueError(f"train takes updates >= 0, got {updates!r}")
+        return self._train(iter(batches), updates, before)
+
+    def _train(
+        self, batches: Iterator[Batch], updates: int, before: Callable[[int], None]
+    ) -> Iterator[Record]:
+        total = updates * self.schedule.accumulate
+        if total == 0:
+            return
+        head = _next(batches, 0, total)
+        batches = itertools.chain([head], batches)
+        lines = self._lines(head)
+        self._undrained = True
+        self.runner.restart()
+        form = Form.of(head[0])
+        for action in self.schedule.actions(updates):
+            if isinstance(action, Forward):
+                x, y = _next(batches, action.micro, total)
+                if Form.of(x) != form:
+                    raise ValueError(
+                        f"micro-batch {action.micro} is {Form.of(x)}, the first was {form}; all "
+                        "micro-batches of one train() must have the same shape"
+                    )
+                self._forward(action, x, y, lines, total)
+            elif isinstance(action, Backward):
+                self._backward(action, lines)
+            else:
+                before(self.updates)
+                yield self._update()
+        lines.drain()
+        self._undrained = False
+
+    def _forward(self, action: Forward, x: Tensor, y: Tensor, lines: "Lines", total: int) -> None:
+        if lines.activations_in is not None:
+            ahead = action.micro + 2 + self.schedule.lead  # this one and those it is early for
+            while lines.activations_in.posted < min(total, ahead):
+                lines.activations_in.post()
+            x = lines.activations_in.take()
+        else:
+            x = x.to(self.runner.device)
+        if self.last:
+            y = y.to(self.runner.device)
+        out = self.runner.forward(action.micro, action.version, x, y)
+        if lines.activations_out is not None and lines.gradients_in is not None:
+            if Form.of(out) != lines.form:
+                raise ValueError(
+                    f"stage {self.stage} made {Form.of(out)} of micro-batch {action.micro} and "
+                    f"{lines.form} of the first; a stage's output must keep its shape"
+                )
+            lines.activations_out.send(out)
+            lines.gradients_in.post()
+
+    def _backward(self, action: Backward, lines: "Lines") -> None:
+        gradient = lines.gradients_in.take() if lines.gradients_in is not None else None
+        passed_on = self.runner.backward(action.micro, gradient)
+        if lines.gradients_out is not None:
+            if passed_on is None:
+                raise ValueError(
+                    f"the output of stage {self.stage} does not depend on its input: the stages "
+                    "before it cannot learn"
+                )
+            lines.gradients_out.send(passed_on)
+
+    def _update(self) -> Record:
+        loss, norm = self.runner.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.account.tick()
+        self.updates += 1
+        return Record(self.updates - 1, loss, norm)
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        batches: Iterable[Batch],
+        *,
+        weight: Callable[[Tensor], float] = lambda y: float(y.numel()),
+    ) -> float:
+        """The mean loss of the newest weights over micro-batches of any shape, on all stages.
+
+        `weight` says how much a micro-batch counts, by its y: the number of its targets.
+        """
+        total = count = 0.0
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            for y, out in self._outputs(batches, with_loss=True):
+                if out is not None:
+                    share = weight(y)
+                    total, count = total + float(out) * share, count + share
+        finally:
+            self.module.train(was_training)
+        total, count = self._meeting.agree([total, count], "sum")
+        return total / count if count else math.nan
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """The model's output for x, on the last stage; None on the others. No gradients."""
+        ((_, out),) = self._outputs([(x, x)], with_loss=False)
+        return out
+
+    def _outputs(
+        self, batches: Iterable[Batch], with_loss: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(y, what the last stage makes of x) for each micro-batch, uncompressed."""
+        self._require_drained()
+        wire, device = self._meeting, self.runner.device
+        flight: Flight | None = None
+        for x, y in batches:
+            into, out_of = self._negotiate(x, y)
+            if into is not None:
+                channel = Channel(wire, self.stage - 1, into, device)
+                x = channel.land(channel.receive())
+            y = y.to(device) if self.last else y
+            out = self.runner.evaluate(x.to(device), y if with_loss else None)
+            if flight is not None:
+                flight.wait()  # the one before: it flew behind this compute
+            if out_of is not None:
+                flight = Channel(wire, self.stage + 1, out_of, device).send(out)
+            yield y, out if self.last else None
+        if flight is not None:
+            flight.wait()
+
+    # -- before anything is sent ------------------------------------------------------------------
+
+    def _negotiate(self, x: Tensor, y: Tensor) -> tuple[Form | None, Form | None]:
+        """The forms of what this stage gets and gives for such an x; found once, by all stages.
+
+        A stage learns from the one before it what it will get, tries its module on zeros of that
+        form, and tells the next stage. What goes wrong anywhere is raised everywhere.
+        """
+        key = Form.of(x)
+        if key not in self._forms:
+            into = None if self.first else self._hear()
+            problem, out_of = "", None
+            if self.first or into is not None:
+                problem, out_of = self._rehearse(x, y, into)
+            if not self.last:
+                header = Form.blank() if out_of is None else out_of.header()
+                self._meeting.send(header, self.stage + 1).wait()
+            error = first_error(self._meeting.gather_bytes(problem.encode()))
+            if error is not None:
+                raise ValueError(error)
+            self._forms[key] = into, out_of
+        return self._forms[key]
+
+    def _hear(self) -> Form | None:
+        return Form.read(self._meeting.recv(Form.blank(), self.stage - 1).wait())
+
+    def _rehearse(self, x: Tensor, y: Tensor, into: Form | None) -> tuple[str, Form | None]:
+        """What is wrong with this stage, if anything, and the form of what it gives."""
+        device = self.runner.device
+        if into is not None:
+            x = torch.zeros(into.shape, dtype=into.dtype, device=device)
+        try:
+            out = self.runner.rehearse(x.to(device))
+        except Exception as error:
+            return f"stage {self.stage} fails on an input of {Form.of(x)}: {error}", None
+        if not isinstance(out, Tensor):
+            return (
+                f"stage {self.stage} must give one tensor to the next one, but its module "
+                f"{type(self.module).__name__} gave {type(out).__name__}",
+                None,
+            )
+        form = Form.of(out)
+        if self.last:
+            return self._rehearse_loss(out, y.to(device)), None
+        refusal = form.refusal()
+        return (f"stage {self.stage} gives a tensor {refusal}", None) if refusal else ("", form)
+
+    def _rehearse_loss(self, out: Tensor, y: Tensor) -> str:
+        assert self.runner.loss is not None
+        try:
+            with torch.no_grad():
+                loss = self.runner.loss(out, y)
+        except Exception as error:
+            return f"loss(output {Form.of(out)}, y {Form.of(y)}) fails: {error}"
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = Form.of(loss) if isinstance(loss, Tensor) else type(loss).__name__
+            return f"loss(output, y) must give a tensor of no dimension, the mean; got {found}"
+        return ""
+
+    def _lines(self, head: Batch) -> "Lines":
+        """Channels to both neighbours for a run of train()."""
+        into, out_of = self._negotiate(*head)
+        device, limit = self.runner.device, self.schedule.warmup + 2
+        before, after = self.stage - 1, self.stage + 1
+        lines = Lines(out_of)
+        if into is not None:
+            come = Channel(self._activations, before, into, device, codec=self._codec)
+            back = Channel(self._gradients, before, into, device, codec=self._gradient_codec)
+            lines.activations_in, lines.gradients_out = Inlet(come), Outlet(back, limit)
+        if out_of is not None:
+            go = Channel(self._activations, after, out_of, device, codec=self._codec)
+            back = Channel(self._gradients, after, out_of, device, codec=self._gradient_codec)
+            lines.activations_out, lines.gradients_in = Outlet(go, limit), Inlet(back)
+        return lines
+
+    def _require_drained(self) -> None:
+        if self._undrained:
+            raise RuntimeError(
+                "train() was left before its last update, with micro-batches in flight: the stages "
+                "no longer match; let it run to its end, or make the pipeline again"
+            )
+
+    def _require_same_settings(self, **settings: Any) -> None:
+        schedule = self.schedule
+        require_same(
+            self._meeting,
+            {
+                **settings,
+                "schedule": schedule.name,
+                "accumulate": schedule.accumulate,
+                "lead": schedule.lead,
+                "codec": repr(self._codec),
+                "gradient_codec": repr(self._gradient_codec),
+            },
+        )
+
+    def close(self) -> None:
+        """Leaves the groups; nothing may be in flight."""
+        for wire in (self._activations, self._gradients, self._meeting):
+            wire.close()
+
+
+@dataclass
+class Lines:
+    """The channels of one stage; None where there is no neighbour."""
+
+    form: Form | None
+    """Of the stage's output."""
+    activations_in: Inlet | None = None
+    activations_out: Outlet | None = None
+    gradients_in: Inlet | None = None
+    gradients_out: Outlet | None = None
+
+    def drain(self) -> None:
+        for outlet in (self.activations_out, self.gradients_out):
+            if outlet is not None:
+                outlet.drain()
+
+
+def _next(batches: Iterator[Batch], micro: int, total: int) -> Batch:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise ValueError(
+            f"batches ended after {micro} micro-batches, and train() was asked for updates that "
+            f"take {total}"
+        ) from None
+
+
+def _require_stateless(**codecs: Codec | None) -> None:
+    for name, codec in codecs.items():
+        if isinstance(codec, ErrorFeedback):
+            raise ValueError(
+                f"{name} takes a codec without memory: errors of one micro-batch's activations say "
+                f"nothing of the next one's; give {codec.codec!r}"
+            )
+        if codec is not None and not isinstance(codec, Codec):
+            raise ValueError(f"{name} takes a thinwire codec such as Int8(), got {codec!r}")

@@ -1,0 +1,147 @@
+"""Schedule: what a stage does and in which order, as data.
+
+With P stages, stage s (from 0) and a lead of l micro-batches per hop,
+
+    K_s = (P - 1 - s) (1 + l)                                   warm-up forwards of stage s
+
+`1f1b`   never flushes: K_s forwards, then one forward and one backward in turn, an update after the
+         backward of every k-th micro-batch (k = `accumulate`). The forward of micro-batch i uses the
+         newest weights, those after floor((i - K_s) / k) updates.
+`2bw`    the same order (PipeDream-2BW), but the micro-batches of update t use the weights after
+         max(t - 1, 0) updates, on every stage: w_{t+1} = w_t - step(grad f(w_{t-1})). The delay is 1
+         at any depth; it needs k >= P so that no stage waits.
+`flush`  synchronous: every update's micro-batches are drained before it, no weights are ever old.
+
+In the drawing, P = 3, l = 0, k = 1; a number is a forward, a number in brackets the backward of the
+same micro-batch with the update after it.
+
+    stage 0     0   1   2          (0)  3  (1)  4  (2)  5  (3) ...
+    stage 1         0   1   (0) 2  (1)  3  (2)  4  (3)  5  (4) ...
+    stage 2             0 (0) 1 (1) 2 (2) 3 (3) 4 (4) 5 (5) ...
+
+The lead hides the network. A micro-batch comes back to stage s after the compute of the stages behind
+it and two transfers per hop; with c seconds of compute per micro-batch on each stage and d seconds
+per transfer, nobody waits if (1 + l) c >= c + 2 d, that is l >= 2 d / c. `lead_for` says so.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+Name = Literal["1f1b", "2bw", "flush"]
+NAMES: tuple[str, ...] = get_args(Name)
+
+
+class Forward(NamedTuple):
+    micro: int
+    version: int
+    """Updates made to the weights this forward uses, counted from the start of the schedule."""
+
+
+class Backward(NamedTuple):
+    micro: int
+
+
+class Update(NamedTuple):
+    update: int
+
+
+Action = Forward | Backward | Update
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of one stage."""
+
+    name: Name
+    stage: int
+    stages: int
+    accumulate: int = 1
+    """Micro-batches per update."""
+    lead: int = 0
+    """Micro-batches in flight per hop beyond the one that is computed."""
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"schedule takes one of {', '.join(NAMES)}, got {self.name!r}")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate takes micro-batches >= 1, got {self.accumulate!r}")
+        if self.lead < 0:
+            raise ValueError(f"lead takes micro-batches >= 0, got {self.lead!r}")
+        if not 0 <= self.stage < self.stages:
+            raise ValueError(f"stage takes 0..{self.stages - 1}, got {self.stage!r}")
+        least = max(self.stages, self._warmup(0))
+        if self.name == "2bw" and self.accumulate < least:
+            raise ValueError(
+                f"schedule '2bw' keeps two versions only if accumulate >= {least} with "
+                f"{self.stages} stages and lead={self.lead}, got accumulate={self.accumulate}"
+            )
+
+    def _warmup(self, stage: int) -> int:
+        return (self.stages - 1 - stage) * (1 + self.lead)
+
+    @property
+    def warmup(self) -> int:
+        """K_s."""
+        return self._warmup(self.stage)
+
+    @property
+    def held(self) -> int:
+        """Most micro-batches whose forward has run and whose backward has not."""
+        limit = self.accumulate if self.name == "flush" else math.inf
+        return int(min(self.warmup + 1, limit))
+
+    @property
+    def copies(self) -> int:
+        """Most versions of the weights kept beside the newest."""
+        if self.name == "flush":
+            return 0
+        if self.name == "2bw":
+            return 2 if self.warmup else 1
+        return math.ceil(self.warmup / self.accumulate) + 1 if self.warmup else 0
+
+    @property
+    def delay(self) -> int:
+        """Updates between the weights of a gradient and those it is applied to (rounded)."""
+        if self.name == "flush":
+            return 0
+        if self.name == "2bw":
+            return 1
+        return (2 * self.warmup + 1) // (2 * self.accumulate)
+
+    def version(self, micro: int) -> int:
+        """Updates made to the weights that the forward of this micro-batch uses."""
+        update = micro // self.accumulate
+        if self.name == "flush":
+            return update
+        if self.name == "2bw":
+            return max(update - 1, 0)
+        return max(micro - self.warmup, 0) // self.accumulate
+
+    def actions(self, updates: int) -> Iterator[Action]:
+        """What the stage does to make `updates` updates, all of it drained at the end."""
+        step = 1 if self.name == "flush" else updates
+        for start in range(0, updates, step):
+            yield from self._run(start, start + step)
+
+    def _run(self, first: int, last: int) -> Iterator[Action]:
+        """Updates first..last-1 without a flush in between."""
+        start, end = first * self.accumulate, last * self.accumulate
+        ahead = min(self.warmup, end - start)
+        for micro in range(start, start + ahead):
+            yield Forward(micro, self.version(micro))
+        for micro in range(start, end):
+            if micro + ahead < end:
+                yield Forward(micro + ahead, self.version(micro + ahead))
+            yield Backward(micro)
+            if (micro + 1) % self.accumulate == 0:
+                yield Update(micro // self.accumulate)
+
+
+def lead_for(compute: float, transfer: float) -> int:
+    """The least lead that hides transfers of `transfer` seconds, one way with their latency, behind
+    `compute` seconds per micro-batch of the slowest stage."""
+    if compute <= 0 or transfer < 0:
+        raise ValueError(f"lead_for takes compute > 0 and transfer >= 0, got {compute}, {transfer}")
+    return math.ceil(2 * transfer / compute)

@@ -1,0 +1,172 @@
+"""SimulatedPipeline: all stages in one process, taking their turns as messages would let them.
+
+The same stages, schedules and codecs as AsyncPipeline, and the same result bit for bit (but for
+dropout: here all stages draw from one stream of random numbers). For studying what asynchrony does
+to learning, at the speed of the unsplit model and without a network.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.pipeline.async_pipeline import Batch, Record
+from thinwire.pipeline.schedule import Action, Backward, Forward, Name, Schedule, Update
+from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
+from thinwire.wire.account import Account
+from thinwire.wire.codecs import Codec
+
+Before = Callable[[int, int], None]
+
+
+class SimulatedPipeline:
+    """Takes a list of stages and one of their optimizers; the settings are AsyncPipeline's."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        loss: Loss,
+        schedule: Name = "1f1b",
+        stash: bool = True,
+        recompute: bool = False,
+        accumulate: int = 1,
+        lead: int = 0,
+        codec: Codec | None = None,
+        gradient_codec: Codec | None = None,
+        clip: float = 1.0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if len(modules) != len(optimizers):
+            raise ValueError(f"{len(modules)} stages with {len(optimizers)} optimizers")
+        self.modules, self.optimizers = list(modules), list(optimizers)
+        self.account = Account()
+        self._codec, self._gradient_codec = codec, gradient_codec
+        self.updates = 0
+        count = len(modules)
+        self.runners = [
+            StageRunner(
+                module,
+                Schedule(schedule, stage, count, accumulate, lead),
+                ClippedStep(module, optimizer, clip, self.account),
+                loss=loss if stage == count - 1 else None,
+                stash=stash,
+                recompute=recompute,
+                autocast=autocast,
+            )
+            for stage, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True))
+        ]
+
+    def train(
+        self,
+        batches: Iterable[Batch],
+        updates: int,
+        *,
+        before: Before = lambda stage, update: None,
+    ) -> Iterator[Record]:
+        """Makes `updates` updates and drains; gives the last stage's record of each, by when the
+        stages before it have not all made that update. `before(stage, update)` is called before
+        each of a stage's updates."""
+        turns = [self._turns(runner, updates) for runner in self.runners]
+        for here, there in zip(turns, turns[1:], strict=False):
+            here.next, there.previous = there, here
+        source, first = iter(batches), turns[0]
+        while any(turn.action is not None for turn in turns):
+            if isinstance(first.action, Forward) and not first.inputs:
+                x, y = next(source)
+                first.inputs.append(x)
+                turns[-1].labels.append(y)
+            for stage, turn in enumerate(turns):
+                if isinstance(turn.action, Update):
+                    before(stage, self.updates + turn.action.update)
+                if (done := turn.take()) is not None and turn is turns[-1]:
+                    yield done
+        self.updates += updates
+
+    def _turns(self, runner: StageRunner, updates: int) -> "_Turns":
+        runner.restart()
+        optimizer = self.optimizers[runner.schedule.stage]
+        actions = runner.schedule.actions(updates)
+        return _Turns(runner, optimizer, actions, self._codec, self._gradient_codec, self.updates)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss of the newest weights, micro-batches weighted by the size of y."""
+        total, count = 0.0, 0
+        training = [module.training for module in self.modules]
+        for module in self.modules:
+            module.eval()
+        for x, y in batches:
+            for runner in self.runners:
+                x = runner.evaluate(x, y if runner.loss is not None else None)
+            total, count = total + float(x) * y.numel(), count + y.numel()
+        for module, was in zip(self.modules, training, strict=True):
+            module.train(was)
+        return total / count
+
+
+class _Turns:
+    """One stage's place in its schedule, and what has arrived for it."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        optimizer: torch.optim.Optimizer,
+        actions: Iterator[Action],
+        codec: Codec | None,
+        gradient_codec: Codec | None,
+        updates: int,
+    ) -> None:
+        self._runner, self._optimizer, self._actions = runner, optimizer, actions
+        self._codec, self._gradient_codec, self._updates = codec, gradient_codec, updates
+        self.action: Action | None = next(actions, None)
+        self.inputs: deque[Tensor] = deque()
+        self.labels: deque[Tensor] = deque()
+        self.gradients: deque[Tensor] = deque()
+        self.next: _Turns | None = None
+        self.previous: _Turns | None = None
+
+    def take(self) -> Record | None:
+        """Does the next action, if what it needs is here; an update gives a record."""
+        action, done = self.action, None
+        if isinstance(action, Forward):
+            if not self.inputs:
+                return None
+            self._forward(action)
+        elif isinstance(action, Backward):
+            if self.next is not None and not self.gradients:
+                return None
+            self._backward(action)
+        elif isinstance(action, Update):
+            loss, norm = self._runner.update()
+            self._optimizer.zero_grad(set_to_none=True)
+            done = Record(self._updates + action.update, loss, norm)
+        self.action = next(self._actions, None)
+        return done
+
+    def _forward(self, action: Forward) -> None:
+        labels = self.labels.popleft() if self.next is None else None
+        out = self._runner.forward(action.micro, action.version, self.inputs.popleft(), labels)
+        if self.next is not None:
+            self.next.inputs.append(travelled(out, self._codec))
+
+    def _backward(self, action: Backward) -> None:
+        gradient = self.gradients.popleft() if self.next is not None else None
+        passed_on = self._runner.backward(action.micro, gradient)
+        if self.previous is not None:
+            assert passed_on is not None
+            self.previous.gradients.append(travelled(passed_on, self._gradient_codec))
+
+
+def travelled(tensor: Tensor, codec: Codec | None) -> Tensor:
+    """What arrives of a tensor that is sent in a codec."""
+    if codec is None:
+        return tensor.clone()
+    flat: Any = tensor.detach().float().contiguous().view(-1)
+    part = codec.part(flat.numel(), 1)
+    out = torch.empty_like(flat)
+    codec.decode(codec.encode(flat, 1, part), part, out)
+    return out.to(tensor.dtype).view(tensor.shape)

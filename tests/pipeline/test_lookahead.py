@@ -1,0 +1,81 @@
+"""Look-ahead: equation 10 is NAdam's numerator; the optimizer; the settings without a stash."""
+
+import pytest
+import torch
+
+from thinwire.pipeline import LookAhead, Schedule, stage_settings
+
+STEPS, G, LR = 40, 0.9, 0.05
+
+
+def gradient(x: torch.Tensor) -> torch.Tensor:
+    """Of a function that is no quadratic."""
+    return torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64) * x + x.pow(3) - 0.2
+
+
+def start() -> torch.Tensor:
+    return torch.tensor([1.0, -0.7, 2.0], dtype=torch.float64)
+
+
+def equation_10(delay: int) -> list[torch.Tensor]:
+    """x_t = w_t + d_t, where w and d are the paper's."""
+    weights = [start(), start()]  # w_{-1} = w_0
+    looked = []
+    for t in range(STEPS):
+        d = G * (weights[-1] - weights[-2])
+        looked.append(weights[-1] + d)
+        at = looked[max(0, t - delay)]
+        weights.append(weights[-1] + d - LR * (1 - G) * gradient(at))
+    return looked
+
+
+def numerator_of_nadam(delay: int) -> list[torch.Tensor]:
+    x, m = start(), torch.zeros(3, dtype=torch.float64)
+    seen = []
+    for t in range(STEPS):
+        seen.append(x)
+        g = gradient(seen[max(0, t - delay)])
+        m = G * m + (1 - G) * g
+        x = x - LR * (G * m + (1 - G) * g)
+    return seen
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3, 7])
+def test_equation_10_is_the_numerator_of_nadam(delay: int) -> None:
+    for a, b in zip(equation_10(delay), numerator_of_nadam(delay), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_optimizer_is_nadam_with_the_momentum_scaled_to_the_run() -> None:
+    """Against the update written out."""
+    updates, lr, decay, (b1, b2) = 20, 0.01, 0.1, (0.99, 0.999)
+    weight = torch.nn.Parameter(start().float())
+    optimizer = LookAhead([weight], lr=lr, updates=updates, weight_decay=decay)
+    scaled = 0.004 * 30_000 / updates
+    x, m, v, product = weight.detach().double(), 0.0, 0.0, 1.0
+    for t in range(1, updates + 1):
+        weight.grad = gradient(weight.detach().double()).float()
+        g = gradient(x)
+        optimizer.step()
+        mu, mu_next = (b1 * (1 - 0.5 * 0.96 ** (step * scaled)) for step in (t, t + 1))
+        product *= mu
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        bar = mu_next * m / (1 - product * mu_next) + (1 - mu) * g / (1 - product)
+        x = x * (1 - lr * decay) - lr * bar / ((v / (1 - b2**t)).sqrt() + 1e-8)
+    torch.testing.assert_close(weight.detach().double(), x, rtol=1e-4, atol=1e-5)
+    assert mu == pytest.approx(0.986, abs=0.002), "as after 30,000 of 30,000 published updates"
+    with pytest.raises(ValueError, match="updates"):
+        LookAhead([weight], updates=0)
+
+
+def test_settings_without_a_stash() -> None:
+    first, last = Schedule("1f1b", 0, 4), Schedule("1f1b", 3, 4)
+    assert stage_settings(first, 0).lr_scale == pytest.approx(1 / 3)
+    assert stage_settings(first, 3500).lr_scale == pytest.approx(3**-0.5)
+    assert stage_settings(first, 9999).lr_scale == 1.0
+    assert stage_settings(last, 0).lr_scale == 1.0
+    assert stage_settings(first, 0).momentum == pytest.approx(0.9 + 0.09 * 3 / 4)
+    assert stage_settings(last, 0).momentum == pytest.approx(0.9)
+    assert stage_settings(first, 5, correct_for=10).lr_scale == pytest.approx(3**-0.5)
+    with pytest.raises(ValueError, match="correct_for"):
+        stage_settings(first, 0, correct_for=0)
