@@ -20,7 +20,16 @@ torch.set_num_threads(1)
 # (The first step of any torch optimizer imports torch._dynamo, which takes seconds.)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "pytest", "thinwire.wire", "thinwire.optim", "thinwire.wire.ddp"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.pipelining",
+        "pytest",
+        "thinwire.wire",
+        "thinwire.optim",
+        "thinwire.wire.ddp",
+        "thinwire.pipeline",
+    ]
 )
 
 Ranks = Callable[..., list[Any]]

@@ -104,6 +104,8 @@ def several_calls() -> dict:
         [(batches[0][0], batches[0][1]), (batches[1][0][:2], batches[1][1][:2])]
     )
     out = pipe.forward(batches[0][0][:1])
+    shapes = [None if o is None else tuple(o.shape) for _, o in pipe.outputs(batches[:3])]
+    assert shapes == [(oracle.BATCH, oracle.WIDTH) if pipe.last else None] * 3
     before = [p.clone() for p in pipe.module.parameters()]
     again = pipe.evaluate(iter(batches[:2]))
     assert pipe.account.bytes == bytes_of_four, "evaluation is no cost of the method"
@@ -154,7 +156,7 @@ def test_evaluation_is_the_mean_over_targets(ranks) -> None:
         assert means == pytest.approx((wanted, wanted), rel=1e-6)
 
 
-# -- with a method between replicas -----------------------------------------------------------------
+# -- with a method between replicas ---------------------------------------------------------------
 
 
 def mesh_of_two_by_two() -> list[torch.Tensor]:
@@ -193,7 +195,7 @@ def test_replicas_of_a_stage_average_by_a_method(ranks) -> None:
             assert torch.equal(ours, theirs), "replicas of a stage stay equal"
 
 
-# -- refusals -----------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):

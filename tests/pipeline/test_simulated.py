@@ -142,7 +142,7 @@ def test_two_calls_with_a_drain_between_them() -> None:
     assert all(oracle.same(a, b) for a, b in zip(parts, expected, strict=True))
 
 
-# -- (e): the version of a backward --------------------------------------------------------------
+# -- (e): the version of a backward ---------------------------------------------------------------
 
 
 class Witness(torch.autograd.Function):

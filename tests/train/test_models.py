@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -194,3 +195,14 @@ def test_bad_input_is_refused():
         GPT(GPTConfig(1, 30, 4, 50, 16))
     with pytest.raises(ValueError, match="at most 16"):
         small()(tokens(steps=17))
+
+
+def test_an_untied_head_has_a_weight_of_its_own():
+    tied, untied = GPT(SMALL), GPT(dataclasses.replace(SMALL, tied=False))
+    assert tied.head.linear.weight is tied.embed.tokens.weight
+    assert untied.head.linear.weight is not untied.embed.tokens.weight
+    more = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    assert more == SMALL.vocab * SMALL.width
+    again = model_from_settings(model_settings(untied, "small"))
+    again.load_state_dict(untied.state_dict())
+    assert torch.equal(again(tokens()), untied(tokens()))

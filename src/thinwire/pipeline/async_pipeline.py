@@ -1,6 +1,6 @@
 """AsyncPipeline: a model cut into stages, one rank each, none of which ever waits for a flush.
 
-    w_s <- step(w_s, grad f(version of w_s that the forward used))          after every k micro-batches
+    w_s <- step(w_s, grad f(version of w_s that the forward used))     after every k micro-batches
 
 Every stage alternates forwards with its newest weights and backwards of the oldest micro-batch in
 flight, and steps its own optimizer (see `schedule.py` for the order and `stash.py` for the
@@ -115,7 +115,8 @@ class AsyncPipeline:
         )
         self.updates = 0
         """Updates made so far, the same on all stages between two calls."""
-        self._forms: dict[Form, tuple[Form | None, Form | None]] = {}  # of x: into, out of a stage
+        # by the form of x, with or without the loss: what goes into this stage, what comes out
+        self._forms: dict[tuple[Form, bool], tuple[Form | None, Form | None]] = {}
         self._undrained = False
         self._require_same_settings(stash=stash, recompute=recompute, autocast=str(autocast))
 
@@ -231,7 +232,7 @@ class AsyncPipeline:
         was_training = self.module.training
         self.module.eval()
         try:
-            for y, out in self._outputs(batches, with_loss=True):
+            for y, out in self._pass(batches, with_loss=True):
                 if out is not None:
                     share = weight(y)
                     total, count = total + float(out) * share, count + share
@@ -241,19 +242,26 @@ class AsyncPipeline:
         return total / count if count else math.nan
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """The model's output for x, on the last stage; None on the others. No gradients."""
-        ((_, out),) = self._outputs([(x, x)], with_loss=False)
+        """The model's output for x, on the last stage; None on the others. No gradients.
+
+        The module is run as it is: call `module.eval()` before."""
+        ((_, out),) = self._pass([(x, x)], with_loss=False)
         return out
 
-    def _outputs(
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(y, the model's output for x) for each micro-batch, as `forward` gives it, for measures
+        other than the loss. Every stage must iterate to the end."""
+        return self._pass(batches, with_loss=False)
+
+    def _pass(
         self, batches: Iterable[Batch], with_loss: bool
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(y, what the last stage makes of x) for each micro-batch, uncompressed."""
+        """Forwards alone, uncompressed: what is measured is the model, not the codec."""
         self._require_drained()
         wire, device = self._meeting, self.runner.device
         flight: Flight | None = None
         for x, y in batches:
-            into, out_of = self._negotiate(x, y)
+            into, out_of = self._negotiate(x, y if with_loss else None)
             if into is not None:
                 channel = Channel(wire, self.stage - 1, into, device)
                 x = channel.land(channel.receive())
@@ -269,13 +277,13 @@ class AsyncPipeline:
 
     # -- before anything is sent ------------------------------------------------------------------
 
-    def _negotiate(self, x: Tensor, y: Tensor) -> tuple[Form | None, Form | None]:
+    def _negotiate(self, x: Tensor, y: Tensor | None) -> tuple[Form | None, Form | None]:
         """The forms of what this stage gets and gives for such an x; found once, by all stages.
 
         A stage learns from the one before it what it will get, tries its module on zeros of that
         form, and tells the next stage. What goes wrong anywhere is raised everywhere.
         """
-        key = Form.of(x)
+        key = Form.of(x), y is not None
         if key not in self._forms:
             into = None if self.first else self._hear()
             problem, out_of = "", None
@@ -293,7 +301,7 @@ class AsyncPipeline:
     def _hear(self) -> Form | None:
         return Form.read(self._meeting.recv(Form.blank(), self.stage - 1).wait())
 
-    def _rehearse(self, x: Tensor, y: Tensor, into: Form | None) -> tuple[str, Form | None]:
+    def _rehearse(self, x: Tensor, y: Tensor | None, into: Form | None) -> tuple[str, Form | None]:
         """What is wrong with this stage, if anything, and the form of what it gives."""
         device = self.runner.device
         if into is not None:
@@ -310,7 +318,7 @@ class AsyncPipeline:
             )
         form = Form.of(out)
         if self.last:
-            return self._rehearse_loss(out, y.to(device)), None
+            return "" if y is None else self._rehearse_loss(out, y.to(device)), None
         refusal = form.refusal()
         return (f"stage {self.stage} gives a tensor {refusal}", None) if refusal else ("", form)
 

@@ -4,12 +4,12 @@ With P stages, stage s (from 0) and a lead of l micro-batches per hop,
 
     K_s = (P - 1 - s) (1 + l)                                   warm-up forwards of stage s
 
-`1f1b`   never flushes: K_s forwards, then one forward and one backward in turn, an update after the
-         backward of every k-th micro-batch (k = `accumulate`). The forward of micro-batch i uses the
-         newest weights, those after floor((i - K_s) / k) updates.
+`1f1b`   never flushes: K_s forwards, then one forward and one backward in turn, an update after
+         the backward of every k-th micro-batch (k = `accumulate`). The forward of micro-batch i
+         uses the newest weights, those after floor((i - K_s) / k) updates.
 `2bw`    the same order (PipeDream-2BW), but the micro-batches of update t use the weights after
-         max(t - 1, 0) updates, on every stage: w_{t+1} = w_t - step(grad f(w_{t-1})). The delay is 1
-         at any depth; it needs k >= P so that no stage waits.
+         max(t - 1, 0) updates, on every stage: w_{t+1} = w_t - step(grad f(w_{t-1})). The delay is
+         1 at any depth; it needs k >= P so that no stage waits.
 `flush`  synchronous: every update's micro-batches are drained before it, no weights are ever old.
 
 In the drawing, P = 3, l = 0, k = 1; a number is a forward, a number in brackets the backward of the
@@ -19,9 +19,9 @@ same micro-batch with the update after it.
     stage 1         0   1   (0) 2  (1)  3  (2)  4  (3)  5  (4) ...
     stage 2             0 (0) 1 (1) 2 (2) 3 (3) 4 (4) 5 (5) ...
 
-The lead hides the network. A micro-batch comes back to stage s after the compute of the stages behind
-it and two transfers per hop; with c seconds of compute per micro-batch on each stage and d seconds
-per transfer, nobody waits if (1 + l) c >= c + 2 d, that is l >= 2 d / c. `lead_for` says so.
+The lead hides the network. A micro-batch comes back to stage s after the compute of the stages
+behind it and two transfers per hop; with c seconds of compute per micro-batch on each stage and d
+seconds per transfer, nobody waits if (1 + l) c >= c + 2 d, that is l >= 2 d / c (`lead_for`).
 """
 
 import math

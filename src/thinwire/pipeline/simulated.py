@@ -5,6 +5,7 @@ dropout: here all stages draw from one stream of random numbers). For studying w
 to learning, at the speed of the unsplit model and without a network.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class SimulatedPipeline:
         stages before it have not all made that update. `before(stage, update)` is called before
         each of a stage's updates."""
         turns = [self._turns(runner, updates) for runner in self.runners]
-        for here, there in zip(turns, turns[1:], strict=False):
+        for here, there in itertools.pairwise(turns):
             here.next, there.previous = there, here
         source, first = iter(batches), turns[0]
         while any(turn.action is not None for turn in turns):

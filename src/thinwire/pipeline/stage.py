@@ -7,8 +7,8 @@ How a forward and its backward meet:
     stash       on a version of the weights that is kept for it, the graph kept too
     recompute   the version and the input are kept, the forward is run again before the backward:
                 the memory of one graph instead of K_s + 1, for a third more compute
-    newest      (stash=False) only the input is kept; the forward is run again on the newest weights,
-                which are not those it was first run on
+    newest      (stash=False) only the input is kept; the forward is run again on the newest
+                weights, which are not those it was first run on
 
 A forward that is run again draws the same random numbers and sees the same buffers as before; what
 it would change in them is thrown away. Otherwise buffers (running means, say) are the module's own.
@@ -132,7 +132,7 @@ class StageRunner:
             held.random = RandomState(self.device)
             held.buffers = {n: b.clone() for n, b in self.module.named_buffers()}
         with torch.set_grad_enabled(not again):
-            out = self._call(x, held.version)
+            out: Tensor = self._call(x, held.version)
             if self.loss is not None:
                 assert y is not None
                 out = self._loss(out, y)
@@ -171,7 +171,7 @@ class StageRunner:
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """The output of the newest weights, or with `y` on the last stage its loss."""
-        out = self._call(x, None)
+        out: Tensor = self._call(x, None)
         if self.loss is not None and y is not None:
             out = self._loss(out, y)
         return out
@@ -189,7 +189,8 @@ class StageRunner:
         assert held.random is not None
         with aside(self.device), torch.enable_grad():
             held.random.restore()
-            return self._call(held.x, held.version, held.buffers)
+            out: Tensor = self._call(held.x, held.version, held.buffers)
+        return out
 
     def _call(
         self, x: Tensor, version: Version | None, buffers: Mapping[str, Tensor] | None = None

@@ -5,7 +5,7 @@ Pre-norm blocks on a residual stream x of shape (B, T, D):
     x = x + attention(norm(x))        softmax(q kᵀ / sqrt(D / heads)) v, causal or over both sides
     x = x + mlp(norm(x))              D -> 4 D -> D, GELU
 
-No biases; positions are learned; the head's weight is the token embedding's.
+No biases; positions are learned; the head's weight is the token embedding's, unless `tied` is off.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class GPTConfig:
     vocab: int
     context: int
     causal: bool = True
+    tied: bool = True
+    """Whether the head's weight is the token embedding's."""
 
 
 # name -> (layers, width, heads); the name is the number of parameters with 256 tokens, context 128
@@ -58,6 +60,10 @@ class ModelConfig:
 
     objective: Literal["causal", "masked"] = "causal"
     """causal: predict the next token (GPT). masked: predict hidden tokens from both sides."""
+
+    tied: bool = True
+    """The head uses the token embedding's weight. Untie them to cut the model into stages: no
+    parameter can be in two of them."""
 
     compile: bool = False
     """torch.compile the model: faster steps after a first one that takes a minute or so."""
@@ -160,6 +166,11 @@ class Stack(nn.Module):
         output: Tensor = self.head(x)
         return output if targets is None else self.loss(output, targets)
 
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) in order, for whoever cuts the model into stages."""
+        blocks = [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
+        return [("embed", self.embed), *blocks, ("head", self.head)]
+
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must implement loss")
 
@@ -176,7 +187,8 @@ class GPT(Stack):
         self.embed = Embed(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.head = Head(config)
-        self.head.linear.weight = self.embed.tokens.weight
+        if config.tied:
+            self.head.linear.weight = self.embed.tokens.weight
         self._initialise()
 
     def _initialise(self) -> None:
@@ -208,7 +220,8 @@ def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT
         raise UsageError(f"--model takes {', '.join(PRESETS)}; got {config.model!r}")
     layers, width, heads = PRESETS[config.model]
     masked = config.objective == "masked"
-    shape = GPTConfig(layers, width, heads, vocab + masked, context, causal=not masked)
+    rows = vocab + masked
+    shape = GPTConfig(layers, width, heads, rows, context, causal=not masked, tied=config.tied)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(shape, checkpoint_activations=config.checkpoint_activations)

@@ -1,0 +1,216 @@
+"""Partition: a sequence of modules cut into contiguous stages, by hand or by measured cost.
+
+With c_1 .. c_n seconds of forward and backward for n parts, P stages are cut where the slowest one
+is fastest,
+
+    minimise over cuts   max_s  sum of c_i over the parts of stage s
+
+by dynamic programming, n^2 P steps; among equally slow cuts the one whose stages' times have the
+least sum of squares. With a limit on memory a stage s may not need more than that:
+
+    M_s = 4 W_s + (copies_s) W_s + (held_s) A_s     W_s bytes of weights, A_s of saved activations
+
+(the weights, their gradients and two moments; versions and graphs as the schedule says).
+
+A parameter may not be shared between stages: its two gradients would have different ages.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from thinwire.pipeline.cost import Cost
+from thinwire.pipeline.schedule import Name, Schedule
+
+Part = tuple[str, nn.Module]
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A model that can list itself as a sequence: its output is that of the last part."""
+
+    def parts(self) -> list[Part]:
+        """(name, module) in order; the name is the prefix of the part's parameters."""
+
+
+Parts = nn.Sequential | HasParts | Iterable[nn.Module] | Iterable[Part]
+
+
+class Stage(nn.Module):
+    """Some parts of a model in a row.
+
+    Its own parameters are named after their place in the stage; `whole_names` maps those to the
+    names they have in the whole model, and `whole_state` and `load_whole_state` speak those, so
+    that a checkpoint does not depend on how the model was split.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.names = [name for name, _ in parts]
+        self.parts = nn.ModuleList(module for _, module in parts)
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def whole_name(self, name: str) -> str:
+        """The name in the whole model of one of the stage's parameters or buffers."""
+        _, index, rest = name.split(".", 2)
+        return f"{self.names[int(index)]}.{rest}"
+
+    def whole_state(self) -> dict[str, Tensor]:
+        return {self.whole_name(name): tensor for name, tensor in self.state_dict().items()}
+
+    def load_whole_state(self, state: dict[str, Tensor]) -> None:
+        """Takes this stage's part of the whole model's state."""
+        own = {name: state[self.whole_name(name)] for name in self.state_dict()}
+        self.load_state_dict(own)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.names)
+
+
+def split(
+    model: Parts,
+    stages: int,
+    *,
+    at: Sequence[int] | None = None,
+    costs: Sequence[Cost] | None = None,
+    memory: float | None = None,
+    schedule: Name = "1f1b",
+    accumulate: int = 1,
+) -> list[Stage]:
+    """The stages of a model, in order, on the modules it consists of (they are not copied).
+
+    Args:
+        model: an nn.Sequential, anything with `parts()`, or modules or (name, module) in order.
+        stages: how many.
+        at: by hand: the first part of every stage but the first, such as [3, 6] for three stages.
+        costs: by cost: what `measure` found, equal on all ranks. Without either, by the number of
+            parameters.
+        memory: most bytes a stage may need, by the formula above; with `costs` only.
+        schedule, accumulate: how the stages will be run, for that formula.
+    """
+    parts = parts_of(model)
+    if not 1 <= stages <= len(parts):
+        raise ValueError(
+            f"{stages} stages were asked for, but the model has {len(parts)} parts that can be "
+            f"told apart; take 1 to {len(parts)} stages"
+        )
+    if at is not None:
+        if costs is not None or memory is not None:
+            raise ValueError("split takes cuts by hand (at=...) or by cost (costs=...), not both")
+        cuts = _checked_cuts(at, stages, len(parts))
+    else:
+        cuts = balance(
+            _by_size(parts) if costs is None else costs,
+            stages,
+            memory=memory,
+            schedule=schedule,
+            accumulate=accumulate,
+        )
+    edges = [0, *cuts, len(parts)]
+    groups = [parts[a:b] for a, b in itertools.pairwise(edges)]
+    _require_untied(groups)
+    return [Stage(group) for group in groups]
+
+
+def parts_of(model: Parts) -> list[Part]:
+    """A model as (name, module) in order."""
+    if isinstance(model, nn.Sequential):
+        return list(model.named_children())
+    if isinstance(model, nn.Module | HasParts):
+        if not isinstance(model, HasParts):
+            raise ValueError(
+                f"{type(model).__name__} cannot be split: it is no nn.Sequential and has no "
+                "parts() that lists its (name, module) in order"
+            )
+        return list(model.parts())
+    return [
+        entry if isinstance(entry, tuple) else (str(index), entry)
+        for index, entry in enumerate(model)
+    ]
+
+
+def balance(
+    costs: Sequence[Cost],
+    stages: int,
+    *,
+    memory: float | None = None,
+    schedule: Name = "1f1b",
+    accumulate: int = 1,
+) -> list[int]:
+    """The first part of every stage but the first, such that the slowest stage is fastest."""
+    count, limit = len(costs), memory if memory is not None else math.inf
+    plans = [Schedule(schedule, s, stages, accumulate) for s in range(stages)]
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(stages):
+        reached: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (slowest, squares, cuts) in best.items():
+            for end, group in _groups(costs, start, count - (stages - 1 - stage)):
+                if stage_memory(plans[stage], group) > limit:
+                    break
+                time = group.seconds
+                found = (max(slowest, time), squares + time * time, [*cuts, end])
+                if end not in reached or found[:2] < reached[end][:2]:
+                    reached[end] = found
+        best = reached
+    if count not in best:
+        raise ValueError(
+            f"no split into {stages} stages needs at most memory={memory:.3g} bytes a stage; use "
+            "more stages, recompute=True or smaller micro-batches"
+        )
+    return best[count][2][:-1]
+
+
+def stage_memory(schedule: Schedule, cost: Cost, *, recompute: bool = False) -> float:
+    """M_s, in bytes: weights, gradients, two moments, versions, and the graphs that are held."""
+    graphs = 1 if recompute else schedule.held
+    inputs = schedule.held * cost.input if recompute else 0
+    return (4 + schedule.copies) * cost.weights + graphs * cost.activations + inputs
+
+
+def _groups(costs: Sequence[Cost], start: int, end: int) -> Iterator[tuple[int, Cost]]:
+    """Parts start..stop-1 as one cost, for every stop up to `end`."""
+    if start >= end:
+        return
+    total = costs[start]
+    yield start + 1, total
+    for stop in range(start + 1, end):
+        total = total + costs[stop]
+        yield stop + 1, total
+
+
+def _by_size(parts: Sequence[Part]) -> list[Cost]:
+    """Compute of a matrix goes with its size; a part without weights still costs something."""
+    sizes = [sum(p.numel() for p in module.parameters()) for _, module in parts]
+    return [Cost(seconds=1.0 + size, weights=4 * size, activations=0, input=0) for size in sizes]
+
+
+def _checked_cuts(at: Sequence[int], stages: int, count: int) -> list[int]:
+    cuts = list(at)
+    if len(cuts) != stages - 1 or cuts != sorted(set(cuts)) or not all(0 < c < count for c in cuts):
+        raise ValueError(
+            f"at takes the first part of stages 1..{stages - 1}: {stages - 1} rising numbers of "
+            f"1..{count - 1}, got {cuts}"
+        )
+    return cuts
+
+
+def _require_untied(groups: Sequence[Sequence[Part]]) -> None:
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, group in enumerate(groups):
+        for prefix, module in group:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                full = f"{prefix}.{name}"
+                there, first = owner.setdefault(id(parameter), (stage, full))
+                if there != stage:
+                    raise ValueError(
+                        f"{first!r} (stage {there}) and {full!r} (stage {stage}) are one "
+                        "parameter; its gradients would come with different delays. Untie them "
+                        "(a thinwire GPT: tied=False), or split so that both are in one stage"
+                    )
