@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.optim import LocalUpdates
+from thinwire.optim import LocalUpdates, SparseAverage
 from thinwire.train.corpus import Corpus
 from thinwire.train.data import Batches
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.train.replica import Replica
-from thinwire.wire import World
+from thinwire.wire import Flight, World
 from thinwire.wire.wire import Wire
 
 Build = Callable[[GPT, torch.optim.Optimizer], Replica]
@@ -81,12 +81,15 @@ class Contender:
 
     def _drain(self) -> None:
         self.exposed = self.replica.account.exposed - self._drained
-        optimizer = self.replica.optimizer
-        if isinstance(optimizer, LocalUpdates):
-            for fragment in optimizer.fragments:
-                if fragment.flight is not None:
-                    fragment.flight.wait()
+        for flight in _in_air(self.replica.optimizer):
+            flight.wait()
         self._drained = self.replica.account.exposed - self.exposed  # waits of these pauses
+
+
+def _in_air(optimizer: torch.optim.Optimizer) -> list[Flight]:
+    if isinstance(optimizer, LocalUpdates):
+        return [f.flight for f in optimizer.fragments if f.flight is not None]
+    return optimizer.flights if isinstance(optimizer, SparseAverage) else []
 
 
 def race(

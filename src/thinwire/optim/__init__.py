@@ -17,6 +17,7 @@ from thinwire.optim.presets import (
     SlowMo,
     StreamingDiLoCo,
 )
+from thinwire.optim.sparse_average import SparseAverage
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Outer",
     "Overlapped",
     "SlowMo",
+    "SparseAverage",
     "StreamingDiLoCo",
     "WireOptimizer",
     "ZeroOneAdam",

@@ -21,6 +21,7 @@ from thinwire.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
+from thinwire.optim.base import WrappingOptimizer
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica, State
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
@@ -134,11 +135,11 @@ class OverlappedSettings(LocalSettings):
 
 
 class LocalReplica(Replica):
-    """A replica that steps on its own and meets the others by the rounds of `LocalUpdates`."""
+    """A replica that steps on its own and meets the others by the rounds of its optimizer."""
 
-    optimizer: LocalUpdates
+    optimizer: WrappingOptimizer
 
-    def __init__(self, module: nn.Module, optimizer: LocalUpdates) -> None:
+    def __init__(self, module: nn.Module, optimizer: WrappingOptimizer) -> None:
         super().__init__(module, optimizer)
         self.account = optimizer.account
 

@@ -51,6 +51,7 @@ class Trainer:
         inner = build_optimizer(config.optimizer, self.model)
         method = find_method(config.method)
         self.replica: Replica = method.build(self.model, inner, config.settings, group)
+        self.replica.expect(config.loop.steps)
         self.batches = task.batches(world.rank, world.size)
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)

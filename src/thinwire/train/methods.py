@@ -7,9 +7,11 @@ from thinwire.train.dense_methods import DENSE_METHODS
 from thinwire.train.local_methods import LOCAL_METHODS
 from thinwire.train.method import Method
 from thinwire.train.one_bit_methods import ONE_BIT_METHODS
+from thinwire.train.sparse_methods import SPARSE_METHODS
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (*DENSE_METHODS, *LOCAL_METHODS, *ONE_BIT_METHODS)
+    method.name: method
+    for method in (*DENSE_METHODS, *LOCAL_METHODS, *ONE_BIT_METHODS, *SPARSE_METHODS)
 }
 
 

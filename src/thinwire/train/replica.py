@@ -37,6 +37,9 @@ class Replica:
         self.optimizer = optimizer
         self.account = Account()
 
+    def expect(self, steps: int) -> None:
+        """The length of the run, for methods with a schedule of their own over it."""
+
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; `last` of the step or not."""
         return nullcontext()

@@ -1,0 +1,112 @@
+"""Virtual replicas: several in one process, a thread each, for learning curves without a network.
+
+The optimizers are the real ones. Only their wire is replaced, by one that averages among threads:
+codecs encode and decode as they do on the way, and nothing takes any time. What is measured here is
+what a method learns, never how fast.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from thinwire.wire.account import Account
+from thinwire.wire.codecs import Codec, Dense
+from thinwire.wire.flight import Flight
+
+T = TypeVar("T")
+
+
+class VirtualWorld:
+    """The meeting point of `size` replicas. Rank and wire of a thread are its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.RLock()
+        self._open: dict[tuple[str, int], list[tuple[int, Tensor, Codec, Future[float]]]] = {}
+        self._own = threading.local()
+
+    def run(self, replica: Callable[[int], T]) -> list[T]:
+        """replica(rank) in a thread for each rank; the first error of any of them is raised."""
+        results: list[Future[T]] = [Future() for _ in range(self.size)]
+
+        def thread(rank: int) -> None:
+            self._own.rank = rank
+            try:
+                results[rank].set_result(replica(rank))
+            except BaseException as error:
+                for result in results:
+                    if not result.done():
+                        result.set_exception(error)
+
+        for rank in range(self.size):
+            threading.Thread(target=thread, args=(rank,), daemon=True).start()
+        return [result.result() for result in results]
+
+    def build(self, make: Callable[[], T]) -> T:
+        """make(), with a virtual wire wherever an optimizer of thinwire makes one."""
+        with self.lock, mock.patch("thinwire.optim.base.Wire", self._wire):
+            return make()
+
+    def _wire(self, group: Any = None, *, name: str = "wire") -> "VirtualWire":
+        return VirtualWire(self, self._own.rank, name)
+
+    def hand_in(self, key: tuple[str, int], entry: tuple[int, Tensor, Codec, Any]) -> None:
+        """The last replica to come averages for all of them."""
+        with self.lock:
+            entries = self._open.setdefault(key, [])
+            entries.append(entry)
+            if len(entries) < self.size:
+                return
+            del self._open[key]
+        entries.sort(key=lambda e: e[0])
+        mean = _mean([flat for _, flat, _, _ in entries], entry[2])
+        for _, flat, _, arrival in entries:
+            flat.copy_(mean)
+            arrival.set_result(0.0)
+
+
+class VirtualWire:
+    """The part of `Wire` that optimizers use."""
+
+    def __init__(self, world: VirtualWorld, rank: int, name: str) -> None:
+        self.world, self.rank, self.size, self.name = world, rank, world.size, name
+        self.ranks = list(range(world.size))
+        self.account = Account()
+        self._issued = 0
+
+    def mean(self, flat: Tensor, codec: Codec | None = None) -> Flight:
+        flight, arrival = Flight(flat, self.account), Future[float]()
+        flight._lands_with(arrival)
+        self.account.launched()
+        self._issued += 1
+        entry = (self.rank, flat, codec or Dense(flat.dtype), arrival)
+        self.world.hand_in((self.name, self._issued), entry)
+        return flight
+
+    def agree(self, values: Sequence[float], how: str = "max") -> list[float]:
+        rows = torch.zeros(self.size, len(values), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(list(values), dtype=torch.float64)
+        rows = self.mean(rows.view(-1)).wait().view(rows.shape).mul_(self.size)
+        return {"max": rows.amax(0), "min": rows.amin(0), "sum": rows.sum(0)}[how].tolist()
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """For the comparison of settings at the start: here they come from one program."""
+        return [payload] * self.size
+
+
+def _mean(payloads: list[Tensor], codec: Codec) -> Tensor:
+    """As the wire computes it: summed as it is, or coded on the way there and on the way back."""
+    if isinstance(codec, Dense) and codec.summable:
+        return torch.stack(payloads).sum(0).div_(len(payloads))
+    rows = len(payloads)
+    return _coded(torch.stack([_coded(p, codec, rows) for p in payloads]).mean(0), codec, rows)
+
+
+def _coded(values: Tensor, codec: Codec, rows: int) -> Tensor:
+    part = codec.part(values.numel(), rows)
+    return codec.decode(codec.encode(values, rows, part), part, torch.empty_like(values))
