@@ -5,8 +5,8 @@
 
 Two emulated hosts in the lab, real sockets, methods interleaved in one run (see side_by_side.py).
 Efficiency is tokens/s over the same loop with no communication. `all weights` averages everything
-at every step and waits for it; `ddp` averages gradients, as PyTorch does. Prints a table and, as its
-last line, one JSON object: {"rate", "figures": {method: {"ms_per_step", "efficiency",
+at every step and waits for it; `ddp` averages gradients, as PyTorch does. Prints a table and, as
+its last line, one JSON object: {"rate", "figures": {method: {"ms_per_step", "efficiency",
 "exposed_ms_per_step", "mb_per_step"}}}.
 """
 

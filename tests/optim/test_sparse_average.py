@@ -148,7 +148,7 @@ def plain_averaging(fraction: float, every: int) -> bool:
         results.append(flat(optimizer.param_groups[0]["params"]))
     wire, mask, weights = tw.Wire(), masks(fraction), start_point(NUMEL)
     for step in range(1, 25):
-        weights = weights - LR * gradient(wire.rank, step, weights)
+        weights = weights.add(gradient(wire.rank, step, weights), alpha=-LR)
         if step % every == 0:
             chosen = mask(step // every - 1)
             weights[chosen] = wire.mean(weights[chosen]).wait()
