@@ -22,7 +22,7 @@ class Rules:
     correction: str = "ema"
     every: int = 1
     steps: int | None = None
-    ema: tuple[float, float] = (0.5, 0.01)
+    ema: tuple[float, float] = (0.5, 0.5)
 
 
 @dataclass

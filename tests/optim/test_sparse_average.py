@@ -67,7 +67,7 @@ CASES: dict[str, tuple[float, Rules]] = {
 
 def build(fraction: float, rules: Rules, **more: Any) -> tw.SparseAverage:
     inner = torch.optim.SGD(weights_of(start_point(NUMEL)), lr=LR)
-    settings = {"steps": rules.steps, "ema": rules.ema, **more}
+    settings = {"steps": rules.steps, **({"ema": rules.ema} if rules.steps else {}), **more}
     return tw.SparseAverage(
         inner,
         fraction=fraction,
@@ -133,6 +133,26 @@ def test_a_varying_lag_of_each_replicas_own_is_corrected_by_what_it_was(ranks) -
     assert [sorted(set(replica.lags)) for replica in expected] == [[1, 2], [3, 4, 5], [5]]
     for (got, _), wanted in zip(answers, expected, strict=True):
         torch.testing.assert_close(got, wanted.weights, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weight_of_the_newest_drift_over_a_run() -> None:
+    """The published schedule in a run of the published length; a shorter memory in shorter ones."""
+
+    def weights(steps: int, every: int = 1, **more: Any) -> list[float]:
+        optimizer = build(0.05, Rules(delay=10, every=every), **{"steps": steps, **more})
+        found = []
+        for share in (0.0, 1 / 30, 31 / 60, 1.0, 1.5):
+            optimizer._count = round(share * steps)
+            found.append(optimizer._ema_weight())
+        return found
+
+    published = [0.5, 0.5, (0.5 + 0.01) / 2, 0.01, 0.01]
+    assert weights(30_000) == pytest.approx(published, abs=1e-4)
+    assert weights(480, ema=(0.5, 0.01)) == pytest.approx(published, abs=1e-2)
+    assert weights(480) == [0.5] * 5, "24 landings"
+    assert weights(3000)[3] == pytest.approx(0.1), "150 landings: the last ten"
+    assert weights(12_000, every=4)[3] == pytest.approx(0.1)
+    assert build(0.05, Rules(delay=10))._ema_weight() == 0.5, "of no known length"
 
 
 # -- identities ----------------------------------------------------------------------------------

@@ -8,9 +8,15 @@ per step, so that a lag which varies is corrected by the lag that occurred:
 
 With a constant lag this is the average of the drifts themselves. rate starts at 0.
 
-lam falls over the run, when its length is known: `start` for the first 1/30 of it, then along half
-a cosine to `end`. Early on the direction of training changes fast and only recent drift tells;
-later the noise of single steps is most of a drift, and a longer average has less of it.
+lam falls over the run, when its length is known: START for the first 1/30 of it, then along half a
+cosine to an end. Early on the direction of training changes fast and only recent drift tells; later
+the noise of single steps is most of a drift, and a longer average has less of it.
+
+[Note: the end of lam] It was published as 0.01, for 30000 steps in which each coordinate lands 1500
+times: an average over the last 100 landings, a fifteenth of the run. A shorter run has no hundred
+landings to average over - in one of 480 steps a coordinate lands 24 times - and an average that
+reaches back into the warm-up corrects by a drift that is long over. So the end is 15 / landings
+where that is more, and lam stays at START in runs of fewer than 30 landings.
 """
 
 import math
@@ -22,12 +28,19 @@ from torch import Tensor
 from thinwire.optim.flat import Flat
 from thinwire.optim.partition import Subset
 
+START, END = 0.5, 0.01
 HELD = 1 / 30  # of the run; published: 1000 of 30000 rounds
+REMEMBERED = 1 / 15  # of the run, in the end
 
 
-def ema_weight(progress: float | None, start: float, end: float) -> float:
-    """lam at this share of the run; `start` where the length of the run is not known."""
-    if progress is None or progress <= HELD:
+def scaled_end(landings: float) -> float:
+    """See [Note: the end of lam]."""
+    return min(START, max(END, 1 / (REMEMBERED * max(1.0, landings))))
+
+
+def ema_weight(progress: float, start: float, end: float) -> float:
+    """lam at this share of the run."""
+    if progress <= HELD:
         return start
     turn = math.pi * (min(progress, 1.0) - HELD) / (1 - HELD)
     return end + (start - end) * 0.5 * (1 + math.cos(turn))

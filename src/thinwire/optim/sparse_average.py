@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from thinwire.errors import NonFinite
 from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.checks import require_count
-from thinwire.optim.drift import DriftEstimate, ema_weight
+from thinwire.optim.drift import END, START, DriftEstimate, ema_weight, scaled_end
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.partition import MOST_PARTS, Partition, parts_of
 from thinwire.optim.shards import Shards
@@ -77,9 +77,12 @@ class SparseAverage(WrappingOptimizer):
         every: steps between rounds. Raise it when the link is too slow for every step.
         landing: "step" applies a mean exactly `delay` steps after it left, "arrival" as soon as it
             is there. Use "arrival" where speeds or links vary and runs need not be repeatable.
-        steps: optimizer steps of the whole run, by which the weight of the newest drift falls.
-            Without it the weight stays where it starts.
-        ema: that weight, at the start and at the end of the run.
+        steps: optimizer steps of the whole run, over which the weight of the newest drift falls
+            (drift.py). Without it the weight stays where it starts. Give it for runs of more than
+            some 30 cycles.
+        ema: that weight at the start and at the end of the run; 0.5 and an end that suits the
+            number of landings by default. Raise the end when the loss falls behind in a decay of
+            the learning rate.
         codec: form in which weights travel, without error feedback.
         buffers: the model's buffers (`model.buffers()`), if it has any that are learnt from data,
             such as BatchNorm's running statistics: they are averaged once a cycle.
@@ -98,7 +101,7 @@ class SparseAverage(WrappingOptimizer):
         every: int = 1,
         landing: Landing = "step",
         steps: int | None = None,
-        ema: tuple[float, float] = (0.5, 0.01),
+        ema: tuple[float, float] | None = None,
         codec: Codec | None = None,
         buffers: Iterable[Tensor] = (),
         seed: int = 0,
@@ -109,7 +112,7 @@ class SparseAverage(WrappingOptimizer):
         super().__init__(inner, group=group, name=name)
         self.fraction, self.delay, self.every = fraction, delay, every
         self.correction, self.landing = correction, landing
-        self.steps, self.ema = steps, tuple(ema)
+        self.steps, self.ema = steps, ema
         self._tensors = [local_part(p) for p in self._parameters]
         self._flat = Flat(self._tensors)
         double = self._flat.dtype == torch.float64 and codec in (None, Dense(torch.float64))
@@ -227,8 +230,12 @@ class SparseAverage(WrappingOptimizer):
         return self._shards.all(bool(torch.isfinite(largest)))
 
     def _ema_weight(self) -> float:
-        progress = None if self.steps is None else self._count / self.steps
-        return ema_weight(progress, *self.ema)
+        start, end = self.ema or (START, None)
+        if self.steps is None:
+            return start
+        if end is None:
+            end = scaled_end(self.steps / (self.partition.parts * self.every))
+        return ema_weight(self._count / self.steps, start, end)
 
     @property
     def _buffer_period(self) -> int:
@@ -329,7 +336,7 @@ class SparseAverage(WrappingOptimizer):
             "every": self.every,
             "landing": self.landing,
             "steps": self.steps,
-            "ema": list(self.ema),
+            "ema": self.ema,
             "codec": repr(self.codec),
             "seed": self.partition.seed,
             "subsets": self.partition.fingerprint(),  # the random numbers of another machine
@@ -355,7 +362,7 @@ def _check(
     every: int,
     landing: str,
     steps: int | None,
-    ema: tuple[float, float],
+    ema: tuple[float, float] | None,
     codec: Any,
     seed: int,
 ) -> None:
@@ -378,8 +385,9 @@ def _check(
             raise ValueError(f"{name}({key}=...) takes one of {', '.join(choices)}, got {value!r}")
     if steps is not None:
         require_count(name, "steps", steps)
-    two = isinstance(ema, tuple | list) and len(ema) == 2
-    if not two or not all(isinstance(v, int | float) and 0 < v <= 1 for v in ema):
+    given = (START, END) if ema is None else ema
+    two = isinstance(given, tuple | list) and len(given) == 2
+    if not two or not all(isinstance(v, int | float) and 0 < v <= 1 for v in given):
         raise ValueError(
             f"{name}(ema=...) takes two numbers in (0, 1], at the start and at the end, got {ema!r}"
         )
