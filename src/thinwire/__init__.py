@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         hooks,
     )
     from thinwire.pipeline import AsyncPipeline, LookAhead
-    from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown
+    from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown, topology
 
 __version__ = "0.1.0"
 
@@ -61,10 +61,11 @@ __all__ = [
     "init",
     "pipeline",
     "shutdown",
+    "topology",
 ]
 
 _PIPELINE = {"AsyncPipeline", "LookAhead"}
-_WIRE = {"Account", "Flight", "Wire", "World", "codecs", "init", "shutdown"}
+_WIRE = {"Account", "Flight", "Wire", "World", "codecs", "init", "shutdown", "topology"}
 
 
 def __getattr__(name: str) -> Any:
