@@ -5,6 +5,7 @@ from thinwire.optim.base import WireOptimizer
 from thinwire.optim.gradient_average import GradientAverage
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.local_updates import LocalUpdates
+from thinwire.optim.noise_scale import NoiseScale
 from thinwire.optim.one_bit_adam import OneBitAdam
 from thinwire.optim.one_bit_lamb import OneBitLamb
 from thinwire.optim.outer import Outer
@@ -28,6 +29,7 @@ __all__ = [
     "Lamb",
     "LocalSGD",
     "LocalUpdates",
+    "NoiseScale",
     "OneBitAdam",
     "OneBitLamb",
     "Outer",
