@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.conftest import Ranks
 from thinwire.optim.noise_scale import Averages, split
 
 SIZE, SPREAD, DISTANCE = 200, 0.5, 1.5

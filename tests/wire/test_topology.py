@@ -25,7 +25,7 @@ def lopsided(size: int, forward: float, back: float) -> list[list[float]]:
 @pytest.mark.parametrize("name", list(topology.NAMES))
 def test_every_named_graph_keeps_the_mean_and_is_symmetric(name: str, size: int) -> None:
     if name == "torus" and size in (2, 3, 5):
-        with pytest.raises(ValueError, match="at least 2 x 2 ranks.*or a ring"):
+        with pytest.raises(ValueError, match=r"at least 2 x 2 ranks.*or a ring"):
             topology.parse(name, size)
         return
     graph = topology.parse(name, size)

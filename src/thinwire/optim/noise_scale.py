@@ -191,7 +191,7 @@ class NoiseScale:
                 self._averages.add(noise / count, signal / count)
 
 
-def split(small: float, big: float, b: float, B: float) -> tuple[float, float]:  # noqa: N803
+def split(small: float, big: float, b: float, B: float) -> tuple[float, float]:
     """(S, |G|²) from the squared norms of gradients over b and over B samples."""
     return (small - big) / (1 / b - 1 / B), (B * big - b * small) / (B - b)
 

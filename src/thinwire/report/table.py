@@ -38,6 +38,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
             "1 step was skipped: its" if skipped == 1 else f"{skipped} steps were skipped: their"
         )
         console.print(f"{steps} values were not finite", highlight=False)
+    if reading := summary.get("noise_scale_reading"):
+        console.print(reading, highlight=False)
 
 
 def _loss(value: float | None) -> str:

@@ -60,6 +60,10 @@ class LoopConfig:
     resume: bool = False
     """Continue the run in --run from its latest checkpoint, with its settings where no other are
     given."""
+    noise_scale: Literal["auto", "on", "off"] = "auto"
+    """Estimate the gradient noise scale: beyond which batch more replicas no longer pay. auto does
+    so where it can: methods that average gradients exactly, any other with --accumulate 2 or more.
+    on refuses where it cannot."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run's directory (pip install thinwire[tensorboard])."""
 
@@ -164,6 +168,28 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"--shards {config.model.shards}: {method.name} keeps each replica whole on one rank; "
             "use another method, or --shards 1"
+        )
+    replicas = _workers(config) // config.model.shards
+    method.fits(config.settings, max(1, replicas))
+    _check_noise_scale(config, method.averages(config.settings), replicas)
+
+
+def _workers(config: TrainConfig) -> int:
+    """As many as whoever has started this process says; else as many as it will start."""
+    started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    return int(started) if started.isdigit() else config.place.workers
+
+
+def _check_noise_scale(config: TrainConfig, averages: bool, replicas: int) -> None:
+    """Refuses --noise-scale on where a step has no two gradients to compare."""
+    if config.loop.noise_scale != "on" or config.loop.accumulate > 1:
+        return
+    if replicas <= 1:
+        raise UsageError("--noise-scale on: one replica needs two passes a step: --accumulate 2")
+    if not averages:
+        raise UsageError(
+            f"--noise-scale on: {config.method} never shows the exact mean gradient, so a replica "
+            "compares its own passes, and a step needs two: --accumulate 2"
         )
 
 

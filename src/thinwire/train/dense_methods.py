@@ -56,6 +56,10 @@ class DdpReplica(Replica):
             self._meter = DdpMeter(ddp, wire)
             self.module = ddp
 
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         adding_up: AbstractContextManager[None] = nullcontext()
@@ -102,12 +106,21 @@ def _check_average(settings: AverageSettings) -> None:
 
 DENSE_METHODS = (
     Method("none", "no communication: the yardstick of speed", NoSettings, _none),
-    Method("ddp", "PyTorch's data parallelism", DdpSettings, _ddp, _check_ddp, shardable=False),
+    Method(
+        "ddp",
+        "PyTorch's data parallelism",
+        DdpSettings,
+        _ddp,
+        _check_ddp,
+        shardable=False,
+        averages=lambda settings: True,
+    ),
     Method(
         "average",
         "data parallelism with a codec for the gradients",
         AverageSettings,
         _average,
         _check_average,
+        averages=lambda settings: isinstance(codecs.parse(settings.codec), codecs.Dense),
     ),
 )

@@ -18,6 +18,7 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.methods import find_method
 from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
 from thinwire.train.models import Stack
+from thinwire.train.noise_meter import NoiseMeter, find_noise_meter
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pulse import Pulse
 from thinwire.train.replica import Replica
@@ -56,6 +57,7 @@ class Trainer:
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
         self.pulse = Pulse(control)
+        self.noise: NoiseMeter | None = find_noise_meter(config, task, self.replica, control)
         self.step = 0
         self.seconds = 0.0  # spent training: evaluation and checkpoints are not counted
         self.loss = self.norm = math.nan
@@ -112,6 +114,8 @@ class Trainer:
             self._loss(x, y).backward()
         self.replica.optimizer.zero_grad(set_to_none=True)
         self.replica.account.restore(Account().snapshot())
+        if self.noise is not None:
+            self.noise.begin()
 
     def save(self) -> None:
         shared, private = self.replica.state()
@@ -121,6 +125,7 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "account": self.replica.account.snapshot(),
+            "noise": self.noise.state() if self.noise is not None else {},
         }
         shared |= {
             "position": self.batches.position,
@@ -152,6 +157,8 @@ class Trainer:
         self.seconds = shared["seconds"]
         self._evaluated, self.found = shared["evaluated"]
         self.replica.account.restore(private["account"])
+        if self.noise is not None and private["noise"]:
+            self.noise.load_state(private["noise"])
         self.step = self._saved = loaded.step
         if same:
             torch.set_rng_state(private["rng"])
@@ -177,6 +184,9 @@ class Trainer:
     def _train_step(self) -> Record:
         start = time.perf_counter()
         count = self.config.loop.accumulate
+        lr = learning_rate(self.config.optimizer, self.step, self.config.loop.steps)
+        for group in self.replica.optimizer.param_groups:
+            group["lr"] = lr  # before the backward pass, during which some methods use it
         losses = []
         for micro in range(count):
             x, y = (t.to(self.world.device) for t in self.batches.next())
@@ -184,10 +194,7 @@ class Trainer:
                 loss = self._loss(x, y)
                 (loss / count).backward()
             losses.append(float(loss.detach()))
-        lr = learning_rate(self.config.optimizer, self.step, self.config.loop.steps)
-        for group in self.replica.optimizer.param_groups:
-            group["lr"] = lr
-        self.norm = self.replica.step(self.config.optimizer.clip)
+        self._apply()
         self.replica.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.loss = sum(losses) / count
@@ -195,7 +202,16 @@ class Trainer:
         self.seconds += taken
         if self.world.heartbeat is not None:
             self.world.heartbeat.note = f"step {self.step}"
-        return self._record(taken) | {"lr": lr, "grad_norm": self.norm}
+        figures = self.noise.figures() if self.noise is not None else {}
+        return self._record(taken) | {"lr": lr, "grad_norm": self.norm} | figures
+
+    def _apply(self) -> None:
+        """The step itself, once the gradients are there."""
+        if self.noise is not None:
+            self.noise.before_step()
+        self.norm = self.replica.step(self.config.optimizer.clip)
+        if self.noise is not None:
+            self.noise.after_step(self.norm)
 
     def _record(self, taken: float) -> Record:
         totals = self.replica.account.snapshot()
@@ -266,6 +282,7 @@ class Trainer:
             "skipped": int(skipped),
             "loss": loss / self.world.size,
             **{name: self.found.get(name, math.nan) for name in self.task.measures},
+            **(self.noise.summary() if self.noise is not None else {}),
         }
 
     def _meta(self) -> dict[str, Any]:

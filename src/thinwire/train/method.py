@@ -25,3 +25,8 @@ class Method:
     """Whether a replica may be spread over several ranks (--shards)."""
     first_steps: Callable[[Any], int] = lambda settings: 0
     """Steps after which the method begins to be itself: a run must have more."""
+    averages: Callable[[Any], bool] = lambda settings: False
+    """Whether its replicas average gradients exactly (`Replica.averages_gradients`), at first at
+    least."""
+    fits: Callable[[Any, int], None] = lambda settings, replicas: None
+    """Refuses a number of replicas that the settings do not work with, with a UsageError."""

@@ -7,7 +7,8 @@
 `tokens` and `tokens_per_s` are of all replicas together, and have the name of the task's unit
 (`images`, `images_per_s`); `bytes`, `exposed`, `hidden`, `lag` and `skipped` are this worker's
 totals so far (see wire/account.py); `seconds` is time spent training, evaluation and checkpoints
-left out.
+left out; `noise_scale` and its standard error `noise_scale_error`, in the task's unit, are there
+where the run measures them (noise_meter.py).
 """
 
 import json

@@ -16,7 +16,7 @@ from thinwire.train.method import Method
 from thinwire.train.replica import Replica, State, WireReplica
 from thinwire.train.sharding import load_model_state
 from thinwire.wire import codecs
-from thinwire.wire.codecs import Codec
+from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.wire import Group
 
 
@@ -129,6 +129,10 @@ class OneBitReplica(Replica):
         super().__init__(module, optimizer)
         self.account = optimizer.account
 
+    @property
+    def averages_gradients(self) -> bool:
+        return not self.optimizer.compressing and isinstance(self.optimizer.dense, Dense)
+
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.optimizer.accumulating()
 
@@ -163,6 +167,10 @@ class ZeroOneReplica(OneBitReplica):
     """0/1 Adam: replicas take local steps between two exchanges, so each is saved by itself."""
 
     replicated = False
+
+    @property
+    def averages_gradients(self) -> bool:
+        return False  # at some of the steps alone, ever more rarely
 
     def state(self) -> tuple[State, State]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -210,6 +218,10 @@ def check_one_bit(build: OneBitBuild, settings: OneBitSettings) -> None:
 def dense_steps(settings: OneBitSettings) -> int:
     """Steps that a run must have more of."""
     return settings.freeze_at
+
+
+def _dense_first(settings: OneBitSettings) -> bool:
+    return isinstance(codecs.parse(settings.dense), Dense)
 
 
 def _try(build: Callable[[torch.optim.Optimizer], object]) -> None:
@@ -272,10 +284,27 @@ def _one_bit(name: str) -> Method:
         return kind(module, optimizer)
 
     check = partial(check_one_bit, make)
-    return Method(name, summary, settings_type, build, check, False, dense_steps)
+    return Method(
+        name,
+        summary,
+        settings_type,
+        build,
+        check,
+        shardable=False,
+        first_steps=dense_steps,
+        averages=_dense_first if name != "zero-one-adam" else lambda settings: False,
+    )
 
 
 ONE_BIT_METHODS = (
-    Method("lamb", "LAMB with dense gradients", LambSettings, _lamb, check_lamb, False),
+    Method(
+        "lamb",
+        "LAMB with dense gradients",
+        LambSettings,
+        _lamb,
+        check_lamb,
+        shardable=False,
+        averages=lambda settings: isinstance(codecs.parse(settings.codec), Dense),
+    ),
     *map(_one_bit, ONE_BIT),
 )

@@ -17,6 +17,7 @@ from thinwire.optim import GradientAverage
 from thinwire.optim.flat import Flat
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire.account import Account
+from thinwire.wire.codecs import Dense
 from thinwire.wire.wire import Group, Wire
 
 State = dict[str, Any]
@@ -36,6 +37,12 @@ class Replica:
         self.module = module  # what is called for the loss: the model, or a wrapper of it
         self.optimizer = optimizer
         self.account = Account()
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the next step averages gradients over the replicas without loss, so that the norm
+        it returns is that of the whole batch. If not, `.grad` is this replica's own before it."""
+        return False
 
     def expect(self, steps: int) -> None:
         """The length of the run, for methods with a schedule of their own over it."""
@@ -115,6 +122,10 @@ class WireReplica(Replica):
     def __init__(self, module: nn.Module, optimizer: GradientAverage) -> None:
         super().__init__(module, optimizer)
         self.account = optimizer.account
+
+    @property
+    def averages_gradients(self) -> bool:
+        return isinstance(self.optimizer.codec, Dense)
 
     def step(self, clip: float) -> float:
         finite = self.optimizer.average()
