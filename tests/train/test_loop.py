@@ -210,6 +210,7 @@ def test_metrics_have_a_line_for_every_step_and_evaluation(
         ]
         steps = [r for r in lines if r["kind"] == "step"]
         fields = {"kind", "step", "loss", "tokens", "bytes", "lag", "skipped", "lr", "grad_norm"}
+        fields |= {"noise_scale", "noise_scale_error"}
         assert all(set(r) == fields for r in steps)
         assert [r["tokens"] for r in steps] == [n * 2 * 2 * 2 * 16 for n in range(1, 6)]
         assert all(a["bytes"] < b["bytes"] for a, b in pairwise(steps))

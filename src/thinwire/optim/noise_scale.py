@@ -97,7 +97,8 @@ class NoiseScale:
         """
         squares, passes = self._pass.take()
         if norm is None:
-            big = self._pass.shards * _square(local_part(p.grad) for p in self._graded())
+            gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
+            big = self._pass.shards * _sum_of_squares([_norm(g) for g in gradients])
         else:
             big = norm * norm
         small = passes * squares
@@ -173,9 +174,6 @@ class NoiseScale:
             landed = torch.tensor(state["under_way"], dtype=torch.float64)
             self._flight = Flight(landed, self.wire.account)
         self._averages.load_state_dict(state["averages"])
-
-    def _graded(self) -> list[Tensor]:
-        return [p for p in self._parameters if p.grad is not None]
 
     def _end_block(self) -> None:
         """By step counts, so on all ranks alike."""
@@ -327,11 +325,8 @@ def _weakly(method: Callable[[int, Tensor], None], index: int) -> Callable[[Tens
 
 def _norm(gradient: Tensor) -> Tensor:
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
-
-
-def _square(tensors: Iterable[Tensor]) -> float:
-    return _sum_of_squares([_norm(tensor) for tensor in tensors])
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+    return norm
 
 
 def _sum_of_squares(norms: list[Tensor]) -> float:
