@@ -9,6 +9,7 @@ from torch import nn
 
 import thinwire as tw
 from tests.pipeline import oracle
+from thinwire.pipeline import SimulatedPipeline
 from thinwire.pipeline.simulated import travelled
 from thinwire.wire.codecs import Dense, Int8
 
@@ -16,11 +17,21 @@ UPDATES = 7
 BF16 = Dense(torch.bfloat16)
 
 
-def build(**settings) -> tw.AsyncPipeline:
+def build(*, double: bool = False, **settings) -> tw.AsyncPipeline:
     """The stage of this rank in a pipeline over all ranks."""
     world = tw.init(timeout=20)
-    module = oracle.small_stages(world.size)[world.rank]
+    module = stages_of(world.size, double)[world.rank]
     return tw.AsyncPipeline(module, oracle.adamw(module), loss=oracle.small_loss, **settings)
+
+
+def stages_of(count: int, double: bool) -> list[nn.Module]:
+    stages = oracle.small_stages(count)
+    return [stage.double() for stage in stages] if double else stages
+
+
+def batches_of(count: int, double: bool) -> list[oracle.Batch]:
+    batches = oracle.small_batches(count)
+    return [(x.double(), y.double()) for x, y in batches] if double else batches
 
 
 def trained(cases: list[dict]) -> list[list[torch.Tensor]]:
@@ -28,7 +39,8 @@ def trained(cases: list[dict]) -> list[list[torch.Tensor]]:
     found = []
     for settings in cases:
         pipe = build(**settings)
-        batches = oracle.small_batches(UPDATES * pipe.schedule.accumulate)
+        count = UPDATES * pipe.schedule.accumulate
+        batches = batches_of(count, settings.get("double", False))
         records = list(pipe.train(iter(batches), UPDATES))
         assert [record.update for record in records] == list(range(UPDATES))
         assert all((record.loss is not None) == pipe.last for record in records)
@@ -46,12 +58,12 @@ def expected(stages: int, settings: dict) -> list[nn.Module]:
         "2bw": oracle.two_buffers(accumulate),
         "flush": oracle.synchronous(accumulate),
     }[name]
-    codec = settings.get("codec")
+    codec, double = settings.get("codec"), settings.get("double", False)
     parts, _ = oracle.train(
-        oracle.small_stages(stages),
+        stages_of(stages, double),
         oracle.adamw,
         oracle.small_loss,
-        oracle.small_batches(UPDATES * accumulate),
+        batches_of(UPDATES * accumulate, double),
         version,
         accumulate=accumulate,
         stash=settings.get("stash", True),
@@ -64,7 +76,10 @@ def expected(stages: int, settings: dict) -> list[nn.Module]:
     ("stages", "cases"),
     [
         (1, [{}, {"accumulate": 2}]),
-        (2, [{}, {"lead": 2}, {"codec": BF16, "gradient_codec": BF16, "lead": 1}]),
+        (
+            2,
+            [{}, {"lead": 2}, {"double": True}, {"codec": BF16, "gradient_codec": BF16, "lead": 1}],
+        ),
         (3, [{}, {"recompute": True}, {"stash": False}, {"schedule": "flush", "accumulate": 2}]),
         (4, [{}, {"accumulate": 3}, {"schedule": "2bw", "accumulate": 4}]),
     ],
@@ -76,6 +91,30 @@ def test_ranks_agree_with_the_oracle(ranks, stages: int, cases: list[dict]) -> N
             mine = answers[stage][index]
             for ours, theirs in zip(mine, module.parameters(), strict=True):
                 assert torch.equal(ours, theirs), (settings, stage)
+
+
+def in_bfloat16() -> tuple[list[torch.Tensor], bool]:
+    """Autocast: what is between the stages is bfloat16, and travels as such, exactly."""
+    pipe = build(autocast=torch.bfloat16)
+    losses = [r.loss for r in pipe.train(oracle.small_batches(UPDATES), UPDATES)]
+    sent = UPDATES * 2 * oracle.BATCH * oracle.WIDTH
+    assert pipe.account.bytes == sent
+    return oracle.weights(pipe.module), all(x is None or x.isfinite() for x in losses)
+
+
+def test_autocast(ranks) -> None:
+    parts = oracle.small_stages(2)
+    pipeline = SimulatedPipeline(
+        parts,
+        [oracle.adamw(part) for part in parts],
+        loss=oracle.small_loss,
+        autocast=torch.bfloat16,
+    )
+    for _ in pipeline.train(oracle.small_batches(UPDATES), UPDATES):
+        pass
+    for (mine, finite), part in zip(ranks(2, in_bfloat16), parts, strict=True):
+        assert finite
+        assert all(torch.equal(a, b) for a, b in zip(mine, part.parameters(), strict=True))
 
 
 def test_one_stage_is_plain_training(ranks) -> None:
@@ -241,7 +280,7 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("pair", "stage 1 must give one tensor .* Pair gave tuple"),
+        ("pair", "stage 1 must give one tensor, but its module Pair gave tuple"),
         ("integers", "stage 1 gives a tensor of torch.int64"),
         ("width", "stage 2 fails on an input of"),
         ("loss", "must give a tensor of no dimension"),
@@ -282,6 +321,8 @@ def test_bad_settings_are_refused() -> None:
         ({"gradient_codec": "int8"}, "gradient_codec takes a thinwire codec"),
         ({"clip": -1}, "clip"),
         ({"schedule": "2bw", "stash": False}, "2bw"),
+        ({"look_ahead": -0.5}, "look_ahead takes a share"),
+        ({"look_ahead": 1.0, "stash": False}, "stash=False"),
         ({"schedule": "gpipe"}, "schedule takes one of"),
     ]:
         with pytest.raises(ValueError, match=words):

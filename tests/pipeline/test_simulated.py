@@ -21,6 +21,7 @@ def run(
     accumulate: int = 1,
     oracle_settings: dict | None = None,
     optimize: oracle.Optimize = oracle.adamw,
+    exactly: bool = True,
     **settings,
 ) -> SimulatedPipeline:
     """Asserts that both agree, and returns the pipeline."""
@@ -47,9 +48,9 @@ def run(
     assert [record.update for record in records] == list(range(UPDATES))
     for update, record in enumerate(records):
         mean = sum(losses[update * accumulate : (update + 1) * accumulate]) / accumulate
-        assert float(record.loss) == pytest.approx(mean, rel=1e-6)
+        assert float(record.loss) == pytest.approx(mean, rel=1e-6 if exactly else 1e-4)
     for stage, (a, b) in enumerate(zip(mine, expected, strict=True)):
-        assert oracle.same(a, b), f"stage {stage} differs"
+        assert oracle.same(a, b) if exactly else oracle.close(a, b), f"stage {stage} differs"
     for runner in pipeline.runners:
         assert not runner.held
         if runner.stash is not None:
@@ -65,6 +66,34 @@ def run(
 def test_1f1b(stages: int, lead: int, accumulate: int, recompute: bool) -> None:
     version = oracle.one_f_one_b(stages, accumulate, lead)
     run(stages, version, accumulate=accumulate, lead=lead, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stash", "recompute"])
+@pytest.mark.parametrize(("stages", "accumulate", "lead"), [(3, 1, 0), (2, 1, 1), (4, 2, 0)])
+def test_versions_that_look_ahead(stages, accumulate, lead, recompute) -> None:
+    horizons = [0.5 * (stages - 1 - s) * (1 + lead) / accumulate for s in range(stages)]
+    run(
+        stages,
+        oracle.one_f_one_b(stages, accumulate, lead),
+        accumulate=accumulate,
+        lead=lead,
+        recompute=recompute,
+        look_ahead=0.5,
+        oracle_settings={"horizons": horizons},
+        exactly=False,
+    )
+
+
+def test_2bw_looks_ahead_by_one_update() -> None:
+    run(
+        2,
+        oracle.two_buffers(3),
+        accumulate=3,
+        schedule="2bw",
+        look_ahead=1.0,
+        oracle_settings={"horizons": [1.0, 1.0]},
+        exactly=False,
+    )
 
 
 @pytest.mark.parametrize(("stages", "accumulate"), [(2, 1), (4, 1), (3, 2)])

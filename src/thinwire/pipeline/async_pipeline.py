@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet, first_error
+from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet
+from thinwire.pipeline.rehearsal import Rehearsal
 from thinwire.pipeline.schedule import Backward, Forward, Name, Schedule
 from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
 from thinwire.wire.account import Account
@@ -60,6 +61,9 @@ class AsyncPipeline:
         stash: False keeps no versions: the backward runs at the newest weights. Saves memory, needs
             the settings of `stage_settings` to learn, and costs a second forward.
         recompute: run forwards again instead of keeping their graphs, when memory runs out.
+        look_ahead: 1 runs each forward on the weights moved on by as many updates as its gradient
+            will be late, at the speed of the last update (0: the newest weights). Use it with
+            LookAhead or another optimizer whose steps are smooth, momentum 0.95 and more.
         accumulate: micro-batches per update. More of them make the delay smaller and updates rarer.
         lead: further micro-batches in flight per hop. Raise it when `account.exposed` grows with
             the link's delay (see `lead_for`); each adds an update of delay per hop.
@@ -81,6 +85,7 @@ class AsyncPipeline:
         schedule: Name = "1f1b",
         stash: bool = True,
         recompute: bool = False,
+        look_ahead: float = 0.0,
         accumulate: int = 1,
         lead: int = 0,
         codec: Codec | None = None,
@@ -90,8 +95,6 @@ class AsyncPipeline:
         update: Callable[[], Any] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if schedule == "2bw" and not stash:
-            raise ValueError("schedule '2bw' is its two versions; it takes no stash=False")
         _require_stateless(codec=codec, gradient_codec=gradient_codec)
         self.module, self.optimizer = module, optimizer
         self.account = Account()
@@ -111,14 +114,16 @@ class AsyncPipeline:
             loss=loss if last else None,
             stash=stash,
             recompute=recompute,
+            look_ahead=look_ahead,
             autocast=autocast,
         )
         self.updates = 0
         """Updates made so far, the same on all stages between two calls."""
-        # by the form of x, with or without the loss: what goes into this stage, what comes out
-        self._forms: dict[tuple[Form, bool], tuple[Form | None, Form | None]] = {}
+        self._rehearsal = Rehearsal(self._meeting, self.runner)
         self._undrained = False
-        self._require_same_settings(stash=stash, recompute=recompute, autocast=str(autocast))
+        self._require_same_settings(
+            stash=stash, recompute=recompute, look_ahead=look_ahead, autocast=str(autocast)
+        )
 
     @property
     def first(self) -> bool:
@@ -259,84 +264,27 @@ class AsyncPipeline:
         """Forwards alone, uncompressed: what is measured is the model, not the codec."""
         self._require_drained()
         wire, device = self._meeting, self.runner.device
-        flight: Flight | None = None
+        sent: Flight | None = None
         for x, y in batches:
-            into, out_of = self._negotiate(x, y if with_loss else None)
+            into, out_of = self._rehearsal.forms(x, y if with_loss else None)
             if into is not None:
                 channel = Channel(wire, self.stage - 1, into, device)
                 x = channel.land(channel.receive())
             y = y.to(device) if self.last else y
             out = self.runner.evaluate(x.to(device), y if with_loss else None)
-            if flight is not None:
-                flight.wait()  # the one before: it flew behind this compute
+            if sent is not None:
+                sent.wait()  # the one before: it flew behind this compute
             if out_of is not None:
-                flight = Channel(wire, self.stage + 1, out_of, device).send(out)
+                sent = Channel(wire, self.stage + 1, out_of, device).send(out)
             yield y, out if self.last else None
-        if flight is not None:
-            flight.wait()
+        if sent is not None:
+            sent.wait()
 
-    # -- before anything is sent ------------------------------------------------------------------
-
-    def _negotiate(self, x: Tensor, y: Tensor | None) -> tuple[Form | None, Form | None]:
-        """The forms of what this stage gets and gives for such an x; found once, by all stages.
-
-        A stage learns from the one before it what it will get, tries its module on zeros of that
-        form, and tells the next stage. What goes wrong anywhere is raised everywhere.
-        """
-        key = Form.of(x), y is not None
-        if key not in self._forms:
-            into = None if self.first else self._hear()
-            problem, out_of = "", None
-            if self.first or into is not None:
-                problem, out_of = self._rehearse(x, y, into)
-            if not self.last:
-                header = Form.blank() if out_of is None else out_of.header()
-                self._meeting.send(header, self.stage + 1).wait()
-            error = first_error(self._meeting.gather_bytes(problem.encode()))
-            if error is not None:
-                raise ValueError(error)
-            self._forms[key] = into, out_of
-        return self._forms[key]
-
-    def _hear(self) -> Form | None:
-        return Form.read(self._meeting.recv(Form.blank(), self.stage - 1).wait())
-
-    def _rehearse(self, x: Tensor, y: Tensor | None, into: Form | None) -> tuple[str, Form | None]:
-        """What is wrong with this stage, if anything, and the form of what it gives."""
-        device = self.runner.device
-        if into is not None:
-            x = torch.zeros(into.shape, dtype=into.dtype, device=device)
-        try:
-            out = self.runner.rehearse(x.to(device))
-        except Exception as error:
-            return f"stage {self.stage} fails on an input of {Form.of(x)}: {error}", None
-        if not isinstance(out, Tensor):
-            return (
-                f"stage {self.stage} must give one tensor to the next one, but its module "
-                f"{type(self.module).__name__} gave {type(out).__name__}",
-                None,
-            )
-        form = Form.of(out)
-        if self.last:
-            return "" if y is None else self._rehearse_loss(out, y.to(device)), None
-        refusal = form.refusal()
-        return (f"stage {self.stage} gives a tensor {refusal}", None) if refusal else ("", form)
-
-    def _rehearse_loss(self, out: Tensor, y: Tensor) -> str:
-        assert self.runner.loss is not None
-        try:
-            with torch.no_grad():
-                loss = self.runner.loss(out, y)
-        except Exception as error:
-            return f"loss(output {Form.of(out)}, y {Form.of(y)}) fails: {error}"
-        if not isinstance(loss, Tensor) or loss.dim():
-            found = Form.of(loss) if isinstance(loss, Tensor) else type(loss).__name__
-            return f"loss(output, y) must give a tensor of no dimension, the mean; got {found}"
-        return ""
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _lines(self, head: Batch) -> "Lines":
         """Channels to both neighbours for a run of train()."""
-        into, out_of = self._negotiate(*head)
+        into, out_of = self._rehearsal.forms(*head)
         device, limit = self.runner.device, self.schedule.warmup + 2
         before, after = self.stage - 1, self.stage + 1
         lines = Lines(out_of)

@@ -11,7 +11,6 @@ than `limit` are in the air; what waits then is this stage, and through it those
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,8 +118,3 @@ class Inlet:
 
     def take(self) -> Tensor:
         return self._channel.land(self._flights.popleft())
-
-
-def first_error(texts: Sequence[bytes]) -> str | None:
-    """The first stage's that has one."""
-    return next((text.decode() for text in texts if text), None)

@@ -102,13 +102,16 @@ class Schedule:
         return math.ceil(self.warmup / self.accumulate) + 1 if self.warmup else 0
 
     @property
-    def delay(self) -> int:
-        """Updates between the weights of a gradient and those it is applied to (rounded)."""
+    def lag(self) -> float:
+        """Updates between the weights of a gradient and those it is applied to, on average."""
         if self.name == "flush":
-            return 0
-        if self.name == "2bw":
-            return 1
-        return (2 * self.warmup + 1) // (2 * self.accumulate)
+            return 0.0
+        return 1.0 if self.name == "2bw" else self.warmup / self.accumulate
+
+    @property
+    def delay(self) -> int:
+        """The lag in whole updates."""
+        return math.floor(self.lag + 1 / (2 * self.accumulate))
 
     def version(self, micro: int) -> int:
         """Updates made to the weights that the forward of this micro-batch uses."""

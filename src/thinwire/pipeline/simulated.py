@@ -34,6 +34,7 @@ class SimulatedPipeline:
         schedule: Name = "1f1b",
         stash: bool = True,
         recompute: bool = False,
+        look_ahead: float = 0.0,
         accumulate: int = 1,
         lead: int = 0,
         codec: Codec | None = None,
@@ -56,6 +57,7 @@ class SimulatedPipeline:
                 loss=loss if stage == count - 1 else None,
                 stash=stash,
                 recompute=recompute,
+                look_ahead=look_ahead,
                 autocast=autocast,
             )
             for stage, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True))

@@ -101,13 +101,23 @@ class StageRunner:
         loss: Loss | None,
         stash: bool = True,
         recompute: bool = False,
+        look_ahead: float = 0.0,
         autocast: torch.dtype | None = None,
     ) -> None:
+        if look_ahead < 0 or (look_ahead and not stash):
+            raise ValueError(
+                f"look_ahead takes a share of the delay >= 0, and the stash, whose copies look "
+                f"ahead; got look_ahead={look_ahead!r}, stash={stash!r}"
+            )
+        if schedule.name == "2bw" and not stash:
+            raise ValueError("schedule '2bw' is its two versions; it takes no stash=False")
         self.module, self.schedule, self.step, self.loss = module, schedule, step, loss
         self.how: How = _how(schedule, stash, recompute)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.autocast = autocast
-        self.stash = Stash(module) if self.how in ("stash", "recompute") else None
+        self.stash: Stash | None = None
+        if self.how in ("stash", "recompute"):
+            self.stash = Stash(module, look_ahead * schedule.lag)
         self.held: dict[int, Held] = {}
         self._losses: list[Tensor] = []
 
@@ -159,6 +169,8 @@ class StageRunner:
         The gradients are the caller's to clear."""
         if self.stash is not None and self.schedule.name == "2bw":
             self.stash.keep_newest()
+        if self.stash is not None:
+            self.stash.before_update()
         result = self.step()
         if self.stash is not None:
             self.stash.updated()

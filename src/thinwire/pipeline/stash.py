@@ -7,6 +7,14 @@ ever recomputed, and the optimizer is free to change the newest weights in place
 
 Copies are made when a version is first needed and its number is still the newest's; there are as
 many of them as `Schedule.copies` says. Weights that are not trained are not copied.
+
+A copy may look ahead: by the time its gradient arrives the weights will have made h more updates,
+and momentum says where to,
+
+    version = w_t + h (w_t - w_{t-1})
+
+The gradient is then that of the weights it will meet, but for what changes on the way. This takes
+one more copy, w_{t-1}; see `lookahead.py` for what it does to stability.
 """
 
 from collections.abc import Mapping
@@ -25,16 +33,27 @@ class Version:
         self.weights = {n: torch.empty_like(w).requires_grad_() for n, w in weights.items()}
 
     @torch.no_grad()
-    def take(self, newest: Mapping[str, Tensor], number: int) -> None:
-        torch._foreach_copy_(list(self.weights.values()), [w.detach() for w in newest.values()])
+    def take(self, number: int, newest: Mapping[str, Tensor]) -> None:
+        torch._foreach_copy_(list(self.weights.values()), list(newest.values()))
         self.number = number
+
+    @torch.no_grad()
+    def look_ahead(
+        self, newest: Mapping[str, Tensor], before: Mapping[str, Tensor], horizon: float
+    ) -> None:
+        """w_t + h (w_t - w_{t-1}), without a buffer for the difference."""
+        weights = list(self.weights.values())
+        torch._foreach_copy_(weights, list(before.values()))
+        torch._foreach_lerp_(weights, list(newest.values()), 1 + horizon)
 
 
 class Stash:
-    """The versions of one module's weights."""
+    """The versions of one module's weights, each looking `horizon` updates ahead."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.newest = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    def __init__(self, module: nn.Module, horizon: float = 0.0) -> None:
+        self.horizon = horizon
+        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        self.newest: dict[str, Tensor] = dict(trained)
         if any(isinstance(p, DTensor) for p in self.newest.values()):
             raise ValueError(
                 "a pipeline stage keeps versions of whole parameters, but these are sharded "
@@ -44,6 +63,7 @@ class Stash:
         """Updates made to the newest weights."""
         self._versions: list[Version] = []
         self._kept: Version | None = None
+        self._before: dict[str, Tensor] | None = None  # the weights before the last update
 
     @property
     def copies(self) -> int:
@@ -52,7 +72,8 @@ class Stash:
 
     @property
     def nbytes(self) -> int:
-        return self.copies * sum(p.nbytes for p in self.newest.values())
+        copies = self.copies + (self._before is not None)
+        return copies * sum(p.nbytes for p in self.newest.values())
 
     def restart(self) -> None:
         """Counts updates from 0 again, with nothing in flight."""
@@ -61,6 +82,7 @@ class Stash:
             self._kept = None
         assert not any(version.users for version in self._versions)
         self.number = 0
+        self._before = None
         for version in self._versions:
             version.number = -1  # the weights may have changed since
 
@@ -73,7 +95,9 @@ class Stash:
                     f"version {number} of the weights is gone, the newest is {self.number}"
                 )
             version = self._free()
-            version.take(self.newest, number)
+            version.take(number, self.newest)
+            if self._before is not None:
+                version.look_ahead(self.newest, self._before, self.horizon)
         version.users += 1
         return version
 
@@ -85,6 +109,15 @@ class Stash:
         if self._kept is not None:
             self.release(self._kept)
         self._kept = self.acquire(self.number)
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """The newest weights are about to change."""
+        if self.horizon:
+            newest = list(self.newest.values())
+            if self._before is None:
+                self._before = {name: torch.empty_like(w) for name, w in self.newest.items()}
+            torch._foreach_copy_(list(self._before.values()), newest)
 
     def updated(self) -> None:
         """The newest weights have changed."""
