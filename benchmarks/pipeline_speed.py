@@ -5,8 +5,8 @@
 
 Two emulated hosts in the lab, one stage each, real sockets. Every rank holds all contenders at once
 and they take turns, several times over; a turn's first updates (the warm-up) and its last ones (the
-drain) are not timed. A turn gives the time between its timed updates over their micro-batches,
-a contender's the median over its turns, of the slower rank.
+drain) are not timed. The figure is the median time of 4 micro-batches in a row, over all turns, of
+the slower rank: neighbours on the machine slow single ones at random.
 
 `compute` is the yardstick: both stages at once, each on values of its own, forward, backward and
 step for every micro-batch, nothing sent. torch's schedules send float32 and flush before every
@@ -74,9 +74,10 @@ class Contender:
     """Updates at either end of a turn that are not timed."""
     micro_batches: int = 1
     """Per update."""
-    seconds: list[float] = field(default_factory=list)
-    """Per micro-batch, one figure for each turn."""
-    exposed: float = 0.0
+    turns: list[list[float]] = field(default_factory=list)
+    """Seconds per micro-batch over every 4 of them in a row, a list for each turn."""
+    exposed: list[float] = field(default_factory=list)
+    """Seconds waited per micro-batch, for each turn."""
 
     def prepare(self, corpus: Corpus, stage: int) -> None:
         model = build_model(ModelConfig(model=MODEL, tied=False), corpus.vocab, CONTEXT, seed=0)
@@ -87,14 +88,21 @@ class Contender:
 
     def turn(self, control: Wire) -> None:
         control.barrier()
-        clock = []
-        before = self.pipe.account.exposed
+        clock, before = [], self.pipe.account.exposed
         for _ in self.pipe.train(self._batches, self.updates):
             clock.append(time.perf_counter())
         timed = clock[self.skip : len(clock) - self.skip]
-        self.seconds.append((timed[-1] - timed[0]) / (len(timed) - 1) / self.micro_batches)
-        self.exposed = (self.pipe.account.exposed - before) / self.updates
+        width = PER_UPDATE // self.micro_batches
+        self.turns.append(
+            [(b - a) / PER_UPDATE for a, b in zip(timed, timed[width:], strict=False)]
+        )
+        waited = self.pipe.account.exposed - before
+        self.exposed.append(waited / self.updates / self.micro_batches)
         control.barrier()
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(value for turn in self.turns for value in turn)
 
 
 def asynchronous(updates: int, **settings: Any) -> Contender:
@@ -118,18 +126,18 @@ def synchronous(schedule: str, updates: int) -> Contender:
 
 
 def contenders(quick: bool, stage: int) -> dict[str, Contender]:
-    few, many = (4, 20) if quick else (6, 32)
-    compute = Contender(lambda module, optimizer: Compute(module, optimizer, stage), many, skip=2)
+    few, many = (4, 20) if quick else (6, 30)
+    compute = Contender(lambda module, optimizer: Compute(module, optimizer, stage), many, skip=1)
     both = {"codec": BF16, "gradient_codec": BF16}
     found = {
         "compute": compute,
         "torch 1f1b": synchronous("1f1b", few),
         "torch gpipe": synchronous("gpipe", few),
         "async, fp32": asynchronous(many),
-        "async, fp32, lead 1": asynchronous(many, lead=1),
         "async, fp32, lead 2": asynchronous(many, lead=2),
         "async, bf16": asynchronous(many, **both),
         "async, bf16, lead 1": asynchronous(many, lead=1, **both),
+        "async, bf16, lead 2": asynchronous(many, lead=2, **both),
         "async, int8, lead 1": asynchronous(many, lead=1, codec=Int8(), gradient_codec=Int8()),
     }
     kept = ("compute", "torch 1f1b", "async, fp32", "async, bf16, lead 1")
@@ -145,17 +153,18 @@ def worker(quick: bool) -> None:
     racing = contenders(quick, world.rank)
     for contender in racing.values():
         contender.prepare(corpus, world.rank)
-    for _ in range(1 if quick else 4):
+    for _ in range(1 if quick else 5):
         for contender in racing.values():
             contender.turn(control)
     figures = {}
     for name, contender in racing.items():
-        slowest, exposed = control.agree([statistics.median(contender.seconds), contender.exposed])
+        exposed = statistics.median(contender.exposed)
+        slowest, exposed = control.agree([contender.seconds, exposed])
         figures[name] = {
             "ms_per_micro_batch": round(1000 * slowest, 1),
             "tokens_per_s": round(BATCH * CONTEXT / slowest),
             "exposed_ms": round(1000 * exposed, 1),
-            "turns_ms": [round(1000 * s, 1) for s in contender.seconds],
+            "turns_ms": [round(1000 * statistics.median(turn), 1) for turn in contender.turns],
         }
     if world.rank == 0:
         print(json.dumps(figures), flush=True)

@@ -1,5 +1,6 @@
 """Look-ahead: equation 10 is NAdam's numerator; the optimizer; the settings without a stash."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,3 +80,50 @@ def test_settings_without_a_stash() -> None:
     assert stage_settings(first, 5, correct_for=10).lr_scale == pytest.approx(3**-0.5)
     with pytest.raises(ValueError, match="correct_for"):
         stage_settings(first, 0, correct_for=0)
+
+
+def stable(curvature: float, beta: float, delay: int, ahead: float, nesterov: bool) -> bool:
+    """Whether lr * curvature is borne: x = x - u, u = m or NAdam's, m = EMA of the gradient at
+    x + ahead (x - x_before), `delay` updates ago. Roots of the polynomial in 1/z, all outside 1."""
+    polynomial = np.polynomial.polynomial
+    weight = (1 - beta) * np.array([1 + beta, -beta] if nesterov else [1.0])
+    late = np.array([0.0] * (delay + 1) + [curvature])
+    loop = polynomial.polymul(late, polynomial.polymul([1 + ahead, -ahead], weight))
+    roots = polynomial.polyroots(polynomial.polyadd(polynomial.polymul([1, -1], [1, -beta]), loop))
+    return bool(min(abs(roots)) > 1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("delay", "momentum", "nadam", "ahead"),
+    [
+        (0, 38, 134, 134),
+        (1, 1.0, 9.2, 34),
+        (2, 0.51, 0.98, 14),
+        (3, 0.35, 0.5, 7.0),
+        (6, 0.18, 0.2, 1.6),
+    ],
+)
+def test_what_a_delay_does_to_stability(delay, momentum, nadam, ahead) -> None:
+    """The table of docs/methods/asyncmesh.md."""
+    for limit, beta, horizon, nesterov in [
+        (momentum, 0.9, 0, False),
+        (nadam, 0.99, 0, True),
+        (ahead, 0.99, delay, True),
+    ]:
+        assert stable(0.95 * limit, beta, delay, horizon, nesterov)
+        assert not stable(1.05 * limit, beta, delay, horizon, nesterov)
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_versions_ahead_by_their_delay_bear_more(delay: int) -> None:
+    """The same in a run of updates rather than by roots: a curvature that only they survive."""
+    for ahead, survives in [(0.0, False), (float(delay), True)]:
+        x, m, seen = 1.0, 0.0, [1.0]
+        for t in range(4000):
+            at = max(0, t - delay)
+            version = seen[at] + ahead * (seen[at] - seen[max(0, at - 1)])
+            g = 0.9 * {1: 34, 3: 7.0}[delay] * version
+            m = 0.99 * m + 0.01 * g
+            x = min(max(x - (0.99 * m + 0.01 * g), -1e6), 1e6)
+            seen.append(x)
+        assert (abs(x) < 1) == survives

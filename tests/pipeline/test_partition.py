@@ -63,6 +63,9 @@ def test_memory_is_kept_to() -> None:
     assert stage_memory(first, whole) == (4 + 2) * 300 + 2 * 30
     assert stage_memory(last, whole) == 4 * 300 + 30
     assert stage_memory(first, whole, recompute=True) == (4 + 2) * 300 + 30 + 2
+    assert stage_memory(first, whole, look_ahead=1.0) == (4 + 3) * 300 + 2 * 30
+    assert stage_memory(last, whole, look_ahead=1.0) == 4 * 300 + 30
+    assert stage_memory(first, whole, stash=False) == 4 * 300 + 30 + 2
     assert balance(given, 2, memory=1700) == [2]
     with pytest.raises(ValueError, match="memory=1e"):
         balance(given, 2, memory=1000)

@@ -167,11 +167,21 @@ def balance(
     return best[count][2][:-1]
 
 
-def stage_memory(schedule: Schedule, cost: Cost, *, recompute: bool = False) -> float:
+def stage_memory(
+    schedule: Schedule,
+    cost: Cost,
+    *,
+    stash: bool = True,
+    recompute: bool = False,
+    look_ahead: float = 0.0,
+) -> float:
     """M_s, in bytes: weights, gradients, two moments, versions, and the graphs that are held."""
-    graphs = 1 if recompute else schedule.held
-    inputs = schedule.held * cost.input if recompute else 0
-    return (4 + schedule.copies) * cost.weights + graphs * cost.activations + inputs
+    copies = schedule.copies if stash else 0
+    copies += 1 if copies and look_ahead else 0
+    again = (recompute or not stash) and schedule.warmup > 0
+    graphs = 1 if again else schedule.held
+    inputs = schedule.held * cost.input if again else 0
+    return (4 + copies) * cost.weights + graphs * cost.activations + inputs
 
 
 def _groups(costs: Sequence[Cost], start: int, end: int) -> Iterator[tuple[int, Cost]]:
