@@ -23,8 +23,8 @@ def test_by_hand() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
     stages = split(model, 3, at=[3, 6])
     assert [stage.names for stage in stages] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
-    assert stages[1].parts[0] is model[3]
-    assert set(stages[1].whole_state()) == {
+    assert stages[1].get_submodule("3") is model[3]
+    assert set(stages[1].state_dict()) == {
         f"{i}.{kind}" for i in (3, 4, 5) for kind in ("weight", "bias")
     }
     x = torch.ones(1, 2)
@@ -100,11 +100,11 @@ def test_the_trainers_gpt_splits_with_embedding_and_head() -> None:
         assert torch.equal(x, model(tokens))
         state = {}
         for part in parts:
-            state |= part.whole_state()
+            state |= part.state_dict()
         assert set(state) == set(model.state_dict())
         other = GPT(SHAPE)
         for part in split(other, stages):
-            part.load_whole_state(state)
+            part.load_state_dict({name: state[name] for name in part.state_dict()})
         assert oracle.same(other, model)
     loss = token_loss(model(tokens), tokens)
     assert torch.equal(loss, model(tokens, tokens))

@@ -46,6 +46,21 @@ def test_a_schedule_keeps_its_promises(name, stages, accumulate, lead) -> None:
 
 
 @pytest.mark.parametrize(("name", "stages", "accumulate", "lead"), CASES)
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_a_schedule_can_end_early_with_what_is_under_way(name, stages, accumulate, lead, stop):
+    """Asked after the same update, every stage does what it would do for that many updates."""
+    for stage in range(stages):
+        schedule = Schedule(name, stage, stages, accumulate, lead)
+        wanted, seen = [2 * UPDATES], []
+        for action in schedule.actions(lambda wanted=wanted: wanted[0]):
+            seen.append(action)
+            if action == Update(stop - 1):
+                wanted[0] = schedule.least_end(stop)
+        assert seen == list(schedule.actions(schedule.least_end(stop)))
+        assert schedule.least_end(stop) - stop <= stages * (1 + lead)
+
+
+@pytest.mark.parametrize(("name", "stages", "accumulate", "lead"), CASES)
 def test_stages_fit_together_without_a_dead_lock(name, stages, accumulate, lead) -> None:
     """Every stage as far as it can go on what has arrived: all come to the end."""
     plans = [

@@ -108,10 +108,10 @@ def test_a_signal_too_late_to_stop_anything_is_no_stop(
 def signal_at_the_end() -> None:
     from thinwire.train.loop import Trainer
 
-    evaluate = Trainer._evaluate
+    evaluate = Trainer.evaluate
 
     def signalled(self: Trainer) -> dict[str, object]:
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(self)
 
-    Trainer._evaluate = signalled  # type: ignore[method-assign]
+    Trainer.evaluate = signalled  # type: ignore[method-assign]

@@ -120,6 +120,7 @@ class AsyncPipeline:
         self.updates = 0
         """Updates made so far, the same on all stages between two calls."""
         self._rehearsal = Rehearsal(self._meeting, self.runner)
+        self._first = self._wanted = 0  # of the train() that runs: updates before it, and asked for
         self._undrained = False
         self._require_same_settings(
             stash=stash, recompute=recompute, look_ahead=look_ahead, autocast=str(autocast)
@@ -157,16 +158,17 @@ class AsyncPipeline:
     def _train(
         self, batches: Iterator[Batch], updates: int, before: Callable[[int], None]
     ) -> Iterator[Record]:
-        total = updates * self.schedule.accumulate
-        if total == 0:
+        self._first, self._wanted = self.updates, updates
+        if updates == 0:
             return
-        head = _next(batches, 0, total)
+        head = _next(batches, 0, updates * self.schedule.accumulate)
         batches = itertools.chain([head], batches)
         lines = self._lines(head)
         self._undrained = True
         self.runner.restart()
         form = Form.of(head[0])
-        for action in self.schedule.actions(updates):
+        for action in self.schedule.actions(lambda: self._wanted):
+            total = self._wanted * self.schedule.accumulate
             if isinstance(action, Forward):
                 x, y = _next(batches, action.micro, total)
                 if Form.of(x) != form:
@@ -182,6 +184,13 @@ class AsyncPipeline:
                 yield self._update()
         lines.drain()
         self._undrained = False
+
+    def end_early(self) -> int:
+        """Lets train() end as soon as what is under way allows, and returns the number of updates
+        (`updates`) it will then have come to. Call it after the same update on every stage."""
+        made = self.updates - self._first
+        self._wanted = min(self._wanted, self.schedule.least_end(made))
+        return self._first + self._wanted
 
     def _forward(self, action: Forward, x: Tensor, y: Tensor, lines: "Lines", total: int) -> None:
         if lines.activations_in is not None:

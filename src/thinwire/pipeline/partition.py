@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.pipeline.cost import Cost
 from thinwire.pipeline.schedule import Name, Schedule
@@ -42,33 +42,26 @@ Parts = nn.Sequential | HasParts | Iterable[nn.Module] | Iterable[Part]
 class Stage(nn.Module):
     """Some parts of a model in a row.
 
-    Its own parameters are named after their place in the stage; `whole_names` maps those to the
-    names they have in the whole model, and `whole_state` and `load_whole_state` speak those, so
-    that a checkpoint does not depend on how the model was split.
+    Every part hangs where it hangs in the whole model, so its parameters and buffers keep their
+    names ("blocks.3.mlp.0.weight"): a checkpoint does not depend on how the model was split.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__()
         self.names = [name for name, _ in parts]
-        self.parts = nn.ModuleList(module for _, module in parts)
+        for name, module in parts:
+            *path, last = name.split(".")
+            place: nn.Module = self
+            for piece in path:
+                if piece not in dict(place.named_children()):
+                    place.add_module(piece, nn.Module())
+                place = place.get_submodule(piece)
+            place.add_module(last, module)
 
     def forward(self, x: Any) -> Any:
-        for part in self.parts:
-            x = part(x)
+        for name in self.names:
+            x = self.get_submodule(name)(x)
         return x
-
-    def whole_name(self, name: str) -> str:
-        """The name in the whole model of one of the stage's parameters or buffers."""
-        _, index, rest = name.split(".", 2)
-        return f"{self.names[int(index)]}.{rest}"
-
-    def whole_state(self) -> dict[str, Tensor]:
-        return {self.whole_name(name): tensor for name, tensor in self.state_dict().items()}
-
-    def load_whole_state(self, state: dict[str, Tensor]) -> None:
-        """Takes this stage's part of the whole model's state."""
-        own = {name: state[self.whole_name(name)] for name in self.state_dict()}
-        self.load_state_dict(own)
 
     def extra_repr(self) -> str:
         return ", ".join(self.names)

@@ -25,8 +25,9 @@ seconds per transfer, nobody waits if (1 + l) c >= c + 2 d, that is l >= 2 d / c
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 Name = Literal["1f1b", "2bw", "flush"]
@@ -122,24 +123,38 @@ class Schedule:
             return max(update - 1, 0)
         return max(micro - self.warmup, 0) // self.accumulate
 
-    def actions(self, updates: int) -> Iterator[Action]:
-        """What the stage does to make `updates` updates, all of it drained at the end."""
-        step = 1 if self.name == "flush" else updates
-        for start in range(0, updates, step):
-            yield from self._run(start, start + step)
+    def actions(self, updates: int | Callable[[], int]) -> Iterator[Action]:
+        """What the stage does to make `updates` updates, all of it drained at the end.
 
-    def _run(self, first: int, last: int) -> Iterator[Action]:
+        A function is asked again and again; its answer may fall, to `least_end` at that moment.
+        """
+        wanted = updates if callable(updates) else lambda: updates
+        if self.name != "flush":
+            yield from self._run(0, wanted)
+            return
+        update = 0
+        while update < wanted():
+            yield from self._run(update, partial(int, update + 1))
+            update += 1
+
+    def least_end(self, made: int) -> int:
+        """The fewest updates a schedule can still end with, once every stage has made `made` of
+        them: the micro-batches of the first stage's warm-up are under way."""
+        return made if self.name == "flush" else made + math.ceil(self._warmup(0) / self.accumulate)
+
+    def _run(self, first: int, last: Callable[[], int]) -> Iterator[Action]:
         """Updates first..last-1 without a flush in between."""
-        start, end = first * self.accumulate, last * self.accumulate
-        ahead = min(self.warmup, end - start)
-        for micro in range(start, start + ahead):
-            yield Forward(micro, self.version(micro))
-        for micro in range(start, end):
-            if micro + ahead < end:
+        micro = first * self.accumulate
+        ahead = min(self.warmup, last() * self.accumulate - micro)
+        for early in range(micro, micro + ahead):
+            yield Forward(early, self.version(early))
+        while micro < last() * self.accumulate:
+            if micro + ahead < last() * self.accumulate:
                 yield Forward(micro + ahead, self.version(micro + ahead))
             yield Backward(micro)
             if (micro + 1) % self.accumulate == 0:
                 yield Update(micro // self.accumulate)
+            micro += 1
 
 
 def lead_for(compute: float, transfer: float) -> int:

@@ -25,9 +25,11 @@ import tyro
 from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
 from thinwire.train.data import DataConfig
+from thinwire.train.method import Method
 from thinwire.train.methods import find_method
 from thinwire.train.models import ModelConfig
 from thinwire.train.optimizers import OptimizerConfig
+from thinwire.train.pipelining import PipelineConfig, check_pipeline
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,7 +75,9 @@ class PlaceConfig:
     """Where the workers run, when neither torchrun nor a scheduler has started them."""
 
     workers: int = 1
-    """Workers to start on this machine, one replica each."""
+    """Workers to start on this machine, one replica each (or one stage of it: --stages)."""
+    replicas: int = 0
+    """Replicas to start, each on as many workers as it has --stages: instead of --workers."""
     lab: bool = False
     """Give each worker an emulated host of its own, joined by links as asked for below."""
     timeout: float = 60.0
@@ -88,6 +92,7 @@ class TrainConfig:
     """How the replicas work together: `thinwire methods` lists the names."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     place: PlaceConfig = field(default_factory=PlaceConfig)
@@ -103,13 +108,14 @@ class TrainConfig:
         """What a run cannot change when it is resumed: a checkpoint's state depends on it."""
         values = flat_values(self)
         names = ["method", "seed", "shards", "optimizer", "optimizer_arg", "weight_decay"]
+        names += ["stages", "schedule", "stash", "lead"]
         names += [f.name for f in fields(self.settings)] if self.settings else []
         kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in names}))
         return kept
 
 
 CONFIG = "config.json"  # in a run's directory: its settings by flag name
-_PLACE = {"workers", "lab", *(f.name for f in fields(LinkConfig))}
+_PLACE = {"workers", "replicas", "lab", *(f.name for f in fields(LinkConfig))}
 
 
 def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
@@ -130,8 +136,23 @@ def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
         prog=prog,
         description="Train a model. --config FILE.toml reads the same settings from a file.",
     )
+    _count_workers(config, explicit="workers" in given or _take_flag(rest, "--workers")[0])
     check(config)
     return config
+
+
+def _count_workers(config: TrainConfig, explicit: object) -> None:
+    """--replicas says how many workers there are; without either there is one replica."""
+    place, stages = config.place, config.pipeline.stages
+    if place.replicas == 0 and (explicit or place.workers > 1):
+        return
+    wanted = max(1, place.replicas) * stages
+    if explicit and place.workers != wanted:
+        raise UsageError(
+            f"--workers {place.workers} and --replicas {place.replicas} with --stages {stages} "
+            f"({wanted} workers) contradict each other: leave one out"
+        )
+    place.workers = wanted
 
 
 def check(config: TrainConfig) -> None:
@@ -164,6 +185,7 @@ def check(config: TrainConfig) -> None:
             f"--freeze-at {first}: a run of --steps {config.loop.steps} would be dense throughout; "
             "freeze earlier, or leave it out"
         )
+    _check_stages(config, method)
     if config.model.shards > 1 and not method.shardable:
         raise UsageError(
             f"--shards {config.model.shards}: {method.name} keeps each replica whole on one rank; "
@@ -193,8 +215,35 @@ def _check_noise_scale(config: TrainConfig, averages: bool, replicas: int) -> No
         )
 
 
+def _check_stages(config: TrainConfig, method: Method) -> None:
+    stages = config.pipeline.stages
+    check_pipeline(config.pipeline, config.loop.accumulate)
+    if stages == 1:
+        return
+    if not method.stageable:
+        raise UsageError(
+            f"--stages {stages}: {method.name} needs each replica whole on one rank; use another "
+            "method, or --stages 1"
+        )
+    if config.model.shards > 1:
+        raise UsageError("--stages and --shards both spread a replica: use one of them")
+    if config.model.compile or config.model.checkpoint_activations:
+        flag = "compile" if config.model.compile else "checkpoint-activations"
+        hint = "leave it out" if config.model.compile else "use --recompute"
+        raise UsageError(f"--{flag} is for a model in one piece, not for --stages {stages}: {hint}")
+    workers = int(os.environ.get("WORLD_SIZE", config.place.workers))
+    if workers % stages:
+        raise UsageError(
+            f"--stages {stages}: {workers} workers are no multiple of it; start stages x replicas "
+            f"of them, as with --replicas {max(1, workers // stages)}"
+        )
+
+
 _LEAST = {
     "workers": 1,
+    "replicas": 0,
+    "stages": 1,
+    "lead": 0,
     "shards": 1,
     "steps": 1,
     "accumulate": 1,

@@ -114,6 +114,7 @@ DENSE_METHODS = (
         _check_ddp,
         shardable=False,
         averages=lambda settings: True,
+        stageable=False,
     ),
     Method(
         "average",

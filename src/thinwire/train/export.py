@@ -72,12 +72,12 @@ def _mean_weights(manifest: checkpoint.Manifest) -> Weights:
     shared = checkpoint.load(manifest.path, replica=0, keys={"model"}).shared
     if "model" in shared:
         return _weights(shared["model"])
-    shards = int(manifest.meta.get("shards", 1))
-    count = manifest.replicas // shards
-    own = _replica(manifest, 0, shards)
+    members = int(manifest.meta.get("shards", 1)) * int(manifest.meta.get("stages", 1))
+    count = manifest.replicas // members
+    own = _replica(manifest, 0, members)
     totals = {name: _summable(tensor) for name, tensor in own.items()}
     for replica in range(1, count):  # one at a time, to hold two models at most
-        other = _replica(manifest, replica, shards)
+        other = _replica(manifest, replica, members)
         for name, total in totals.items():
             if total.is_floating_point():
                 total += other[name].float()
@@ -88,15 +88,18 @@ def _mean_weights(manifest: checkpoint.Manifest) -> Weights:
     return _retie(own, means)
 
 
-def _replica(manifest: checkpoint.Manifest, replica: int, shards: int) -> Weights:
-    """One replica's weights, put together from its ranks' shards of the first dimension."""
+def _replica(manifest: checkpoint.Manifest, replica: int, members: int) -> Weights:
+    """One replica's weights, put together from its ranks': stages hold different ones, shards a
+    part of the first dimension of each."""
     parts = []
-    for rank in range(replica * shards, (replica + 1) * shards):
+    for rank in range(replica * members, (replica + 1) * members):
         private = checkpoint.load(manifest.path, replica=rank, keys={"model"}).private
         if "model" not in private:
             raise UsageError(f"the checkpoint {manifest.path} holds no model")
         parts.append(_weights(private["model"]))
-    if shards == 1:
+    if "stages" in manifest.meta:
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    if members == 1:
         return parts[0]
     whole: dict[int, Tensor] = {}  # by the first part's tensor, so that tied names stay tied
     for name, tensor in parts[0].items():

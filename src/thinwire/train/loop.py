@@ -3,14 +3,14 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint, run_directory
@@ -20,13 +20,14 @@ from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
 from thinwire.train.models import Stack
 from thinwire.train.noise_meter import NoiseMeter, find_noise_meter
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
+from thinwire.train.pipelining import cut_model
 from thinwire.train.pulse import Pulse
 from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
-from thinwire.train.task import Task
+from thinwire.train.task import Pair, Task
 from thinwire.train.tasks import find_task
 from thinwire.wire.account import Account
-from thinwire.wire.wire import Wire
+from thinwire.wire.wire import Group, Wire
 from thinwire.wire.world import World
 
 
@@ -42,18 +43,18 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.control, self.run = config, world, control, run
         self.task = task
-        self.model = task.build_model().to(world.device)
-        self.shards = config.model.shards
-        group = None
-        if self.shards > 1:
-            mesh = make_mesh(world, self.shards)
-            shard_model(self.model, mesh)
-            group = mesh["replica"]
-        inner = build_optimizer(config.optimizer, self.model)
+        self.whole: Stack = task.build_model().to(world.device)
+        """The whole model, if only as a description of it."""
+        self.model: nn.Module = self.whole
+        """What of it is trained here."""
+        group = self._lay_out()
+        inner = build_optimizer(config.optimizer, self.model, config.loop.steps)
         method = find_method(config.method)
-        self.replica: Replica = method.build(self.model, inner, config.settings, group)
+        self.replica: Replica = method.build(self.model, inner, self._settings(), group)
         self.replica.expect(config.loop.steps)
-        self.batches = task.batches(world.rank, world.size)
+        self.readers = world.size // config.pipeline.stages
+        """Workers that read different data."""
+        self.batches = task.batches(world.rank // config.pipeline.stages, self.readers)
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
         self.pulse = Pulse(control)
@@ -67,6 +68,18 @@ class Trainer:
         self.notice: Callable[[str], None] = lambda text: None
         """Where a line for the user goes."""
 
+    def _lay_out(self) -> Group:
+        """Spreads a replica over its workers, if it has several; the group of the replicas."""
+        self.members = self.config.model.shards  # workers that hold one replica together
+        if self.members == 1:
+            return None
+        mesh = make_mesh(self.world, self.members)
+        shard_model(self.whole, mesh)
+        return mesh["replica"]
+
+    def _settings(self) -> Any:
+        return self.config.settings
+
     @property
     def trained(self) -> int:
         """Tokens or images trained on so far, by however many replicas there were."""
@@ -74,19 +87,30 @@ class Trainer:
 
     def train(self, metrics: MetricsWriter) -> dict[str, Any]:
         """Steps until the last one, or until all ranks agree to stop; returns the summary."""
-        signum = 0
-        while self.step < self.config.loop.steps and not signum:
-            self._between_steps(metrics)
-            metrics.write(self._train_step())
-            signum = self.pulse.beat(self.step, self.loss, self.norm)
+        signum, end = 0, self.config.loop.steps
+        while self.step < end:
+            if not signum:  # a run that was asked to stop does what is due once it is resumed
+                self._between_steps(metrics)
+            metrics.write(self.train_step())
+            asked = self.pulse.beat(self.step, self._own_loss(), self.norm)
+            if asked and not signum:
+                signum, end = asked, self._earliest_stop()
             self._acknowledge(signum)
         self.pulse.end()
         stopped = self.step < self.config.loop.steps
         if not stopped:
             self.replica.finish()
-            metrics.write(self._evaluate())
+            metrics.write(self.evaluate())
         self.save()
         return self._summary(signal.Signals(signum).name if stopped else None)
+
+    def _earliest_stop(self) -> int:
+        """The step after which a run that is asked to stop now can."""
+        return self.step
+
+    def _own_loss(self) -> float:
+        """The loss of the last step as far as this worker knows one, and a finite number if not."""
+        return self.loss
 
     def _acknowledge(self, stopping: int) -> None:
         """Tells whoever has asked for it that the run will stop, where that takes a while."""
@@ -95,10 +119,10 @@ class Trainer:
             self._acknowledged = True
 
     def _between_steps(self, metrics: MetricsWriter) -> None:
-        """What is due at this step. A run that was asked to stop does it once it is resumed."""
+        """What is due at this step."""
         loop = self.config.loop
         if _due(self.step, loop.eval_every) and self._evaluated != self.step:
-            metrics.write(self._evaluate())
+            metrics.write(self.evaluate())
         if _due(self.step, loop.save_every) and self._saved != self.step:
             self.save()
 
@@ -113,18 +137,29 @@ class Trainer:
         with self.replica.accumulating(last=True):
             self._loss(x, y).backward()
         self.replica.optimizer.zero_grad(set_to_none=True)
-        self.replica.account.restore(Account().snapshot())
+        self._forget_traffic()
         if self.noise is not None:
             self.noise.begin()
 
+    def _accounts(self) -> list[Account]:
+        """Of everything that is sent to train, the method's first."""
+        return [self.replica.account]
+
+    def _restore_traffic(self, snapshots: list[dict[str, float]]) -> None:
+        for account, snapshot in zip(self._accounts(), snapshots, strict=True):
+            account.restore(snapshot)
+
+    def _forget_traffic(self) -> None:
+        self._restore_traffic([Account().snapshot()] * len(self._accounts()))
+
     def save(self) -> None:
         shared, private = self.replica.state()
-        if self.shards > 1:  # what replicas have in common, each rank has its own part of
+        if self.members > 1:  # what replicas have in common, each rank has its own part of
             shared, private = {}, private | shared
         private |= {
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "account": self.replica.account.snapshot(),
+            "accounts": [account.snapshot() for account in self._accounts()],
             "noise": self.noise.state() if self.noise is not None else {},
         }
         shared |= {
@@ -148,15 +183,16 @@ class Trainer:
 
     def resume(self) -> None:
         loaded = checkpoint.load(self.run, replica=self.world.rank)
-        _check_resumed(loaded.meta, self._meta(), self.model, self.run)
+        _check_resumed(loaded.meta, self._meta(), self.whole, self.run)
         same = loaded.replicas == self.world.size
         shared, private = loaded.shared, loaded.private
-        common = private if self.shards > 1 else shared
+        common = private if self.members > 1 else shared
+        self._restore_traffic(private["accounts"])  # flights that are taken up count from here
         self.replica.load_state(common, private, same_replicas=same)
+        self._restore_traffic(private["accounts"])
         self.batches.position = shared["position"]
         self.seconds = shared["seconds"]
         self._evaluated, self.found = shared["evaluated"]
-        self.replica.account.restore(private["account"])
         if self.noise is not None and private["noise"]:
             self.noise.load_state(private["noise"])
         self.step = self._saved = loaded.step
@@ -181,12 +217,11 @@ class Trainer:
         signal.signal(signal.SIGTERM, ask)
         signal.signal(signal.SIGINT, ask)
 
-    def _train_step(self) -> Record:
+    def train_step(self) -> Record:
+        """One step of this replica; the record for the metrics."""
         start = time.perf_counter()
         count = self.config.loop.accumulate
-        lr = learning_rate(self.config.optimizer, self.step, self.config.loop.steps)
-        for group in self.replica.optimizer.param_groups:
-            group["lr"] = lr  # before the backward pass, during which some methods use it
+        lr = self._set_learning_rate()  # before the backward pass, during which some methods use it
         losses = []
         for micro in range(count):
             x, y = (t.to(self.world.device) for t in self.batches.next())
@@ -196,14 +231,16 @@ class Trainer:
             losses.append(float(loss.detach()))
         self._apply()
         self.replica.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
         self.loss = sum(losses) / count
-        taken = time.perf_counter() - start
-        self.seconds += taken
-        if self.world.heartbeat is not None:
-            self.world.heartbeat.note = f"step {self.step}"
         figures = self.noise.figures() if self.noise is not None else {}
-        return self._record(taken) | {"lr": lr, "grad_norm": self.norm} | figures
+        taken = time.perf_counter() - start
+        return self._stepped(taken) | {"lr": lr, "grad_norm": self.norm} | figures
+
+    def _set_learning_rate(self) -> float:
+        lr = learning_rate(self.config.optimizer, self.step, self.config.loop.steps)
+        for group in self.replica.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _apply(self) -> None:
         """The step itself, once the gradients are there."""
@@ -213,9 +250,14 @@ class Trainer:
         if self.noise is not None:
             self.noise.after_step(self.norm)
 
-    def _record(self, taken: float) -> Record:
-        totals = self.replica.account.snapshot()
-        samples = self.config.loop.accumulate * self.config.data.batch * self.world.size
+    def _stepped(self, taken: float) -> Record:
+        """Counts a step that took so many seconds."""
+        self.step += 1
+        self.seconds += taken
+        if self.world.heartbeat is not None:
+            self.world.heartbeat.note = f"step {self.step}"
+        totals = self._totals()
+        samples = self.config.loop.accumulate * self.config.data.batch * self.readers
         unit = self.task.unit
         return {
             "kind": "step",
@@ -224,7 +266,15 @@ class Trainer:
             unit: self.trained,
             f"{unit}_per_s": samples * self.task.units_per_sample / taken,
             "seconds": self.seconds,
-            **{name: totals[name] for name in ("bytes", "exposed", "hidden", "lag", "skipped")},
+            **totals,
+        }
+
+    def _totals(self) -> dict[str, float]:
+        """What this worker has sent and waited so far."""
+        snapshots = [account.snapshot() for account in self._accounts()]
+        names = ("bytes", "exposed", "hidden", "skipped")
+        return {name: sum(s[name] for s in snapshots) for name in names} | {
+            "lag": snapshots[0]["lag"]
         }
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -238,18 +288,16 @@ class Trainer:
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
 
     @torch.no_grad()
-    def _evaluate(self) -> Record:
+    def evaluate(self) -> Record:
         """The task's measures over the validation samples, each replica having read its share."""
         names = self.task.measures
         totals = [0.0] * len(names)
         count = 0.0
-        shards, device = self.shards, self.world.device
+        # The workers of a replica compute together.
+        place = self.world.rank // self.members, self.world.size // self.members
         self.model.eval()
-        with self.replica.consensus(), self._autocast():
-            # The ranks of a replica compute together.
-            place = self.world.rank // shards, self.world.size // shards
-            for x, y in self.task.validation(*place):
-                means, targets = self.task.measure(self.model, x.to(device), y.to(device))
+        with self.replica.consensus():
+            for means, targets in self._judged(self.task.validation(*place)):
                 totals = [total + mean * targets for total, mean in zip(totals, means, strict=True)]
                 count += targets
         self.model.train()
@@ -259,11 +307,20 @@ class Trainer:
         record: Record = {"kind": "eval", "step": self.step, self.task.unit: self.trained}
         return record | self.found | {"seconds": self.seconds}
 
+    def _judged(self, batches: Iterator[Pair]) -> Iterator[tuple[list[float], float]]:
+        """The means of the task's measures over each batch, and how many targets they are over."""
+        device = self.world.device
+        for x, y in batches:
+            with self._autocast():
+                output = self.model(x.to(device))
+                judged = self.task.judge(self.whole, output, y.to(device))
+            yield judged
+
     def _summary(self, stopped_by: str | None) -> dict[str, Any]:
-        account = self.replica.account
-        loss, total = self.control.agree([self.loss, account.bytes], "sum")
+        own = self._totals()
+        loss, total = self.control.agree([self._own_loss(), own["bytes"]], "sum")
         seconds, exposed, hidden, skipped = self.control.agree(
-            [self.seconds, account.exposed, account.hidden, account.skipped], "max"
+            [self.seconds, own["exposed"], own["hidden"], own["skipped"]], "max"
         )
         unit, trained = self.task.unit, self.trained
         return {
@@ -280,16 +337,16 @@ class Trainer:
             "exposed": exposed,
             "hidden": hidden,
             "skipped": int(skipped),
-            "loss": loss / self.world.size,
+            "loss": loss / self.readers,
             **{name: self.found.get(name, math.nan) for name in self.task.measures},
             **(self.noise.summary() if self.noise is not None else {}),
         }
 
     def _meta(self) -> dict[str, Any]:
         return {
-            **_identity(self.config, self.task, self.model),
-            "parameters": checkpoint.describe_model(self.model),
-            "shards": self.shards,
+            **_identity(self.config, self.task, self.whole),
+            "parameters": checkpoint.describe_model(self.whole),
+            "shards": self.config.model.shards,
         }
 
 
@@ -298,10 +355,12 @@ def preflight(config: TrainConfig, run: Path) -> Task:
     run_directory.check(config, run)
     if config.loop.tensorboard:
         require_tensorboard()
-    try_optimizer(config.optimizer)
+    try_optimizer(config.optimizer, config.loop.steps)
     task = find_task(config)
     with torch.device("meta"):
         model = task.build_model()
+    if config.pipeline.stages > 1:
+        cut_model(model, config.pipeline)
     if config.loop.resume:
         meta = checkpoint.read_manifest(run).meta
         _check_resumed(meta, _identity(config, task, model), model, run)

@@ -30,3 +30,5 @@ class Method:
     least."""
     fits: Callable[[Any, int], None] = lambda settings, replicas: None
     """Refuses a number of replicas that the settings do not work with, with a UsageError."""
+    stageable: bool = True
+    """Whether a replica may be cut into stages (--stages)."""

@@ -61,9 +61,9 @@ class ModelConfig:
     objective: Literal["causal", "masked"] = "causal"
     """causal: predict the next token (GPT). masked: predict hidden tokens from both sides."""
 
-    tied: bool = True
-    """The head uses the token embedding's weight. Untie them to cut the model into stages: no
-    parameter can be in two of them."""
+    tied: Literal["auto", "yes", "no"] = "auto"
+    """Whether the head uses the token embedding's weight. auto: it does, except with --stages, for
+    no parameter can be in two of them."""
 
     compile: bool = False
     """torch.compile the model: faster steps after a first one that takes a minute or so."""
@@ -221,7 +221,9 @@ def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT
     layers, width, heads = PRESETS[config.model]
     masked = config.objective == "masked"
     rows = vocab + masked
-    shape = GPTConfig(layers, width, heads, rows, context, causal=not masked, tied=config.tied)
+    shape = GPTConfig(
+        layers, width, heads, rows, context, causal=not masked, tied=config.tied != "no"
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(shape, checkpoint_activations=config.checkpoint_activations)

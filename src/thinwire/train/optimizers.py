@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.pipeline import LookAhead
+
+_OURS_TO_GIVE = ("self", "params", "updates")
 
 
 @dataclass
@@ -17,7 +20,7 @@ class OptimizerConfig:
     """The optimizer of every replica, and its learning rate."""
 
     optimizer: str = "AdamW"
-    """Any optimizer of torch.optim by name."""
+    """Any optimizer of torch.optim by name, or LookAhead: NAdam for asynchronous pipelines."""
     lr: float = 1e-3
     """Peak learning rate. Halve it when the loss jumps or steps are skipped."""
     weight_decay: float = 0.01
@@ -32,14 +35,19 @@ class OptimizerConfig:
     """Largest norm of a replica's gradient; 0 does not clip."""
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, steps: int = 1
+) -> torch.optim.Optimizer:
+    """`steps` is the length of the run, for optimizers with a schedule of their own over it."""
     kind = _find(config.optimizer)
     takes = inspect.signature(kind.__init__).parameters
     arguments = _parse_arguments(config.optimizer_arg)
     for name in arguments:
-        if name not in takes or name in ("self", "params"):
-            known = ", ".join(n for n in takes if n not in ("self", "params"))
+        if name not in takes or name in _OURS_TO_GIVE:
+            known = ", ".join(n for n in takes if n not in _OURS_TO_GIVE)
             raise UsageError(f"--optimizer-arg {name}: {kind.__name__} takes {known}")
+    if "updates" in takes:
+        arguments["updates"] = steps
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     if "weight_decay" in takes and "weight_decay" not in arguments:
         matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -57,10 +65,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     return built
 
 
-def try_optimizer(config: OptimizerConfig) -> None:
+def try_optimizer(config: OptimizerConfig, steps: int = 1) -> None:
     """Refuses, before anything is started, arguments that fail only when the optimizer steps."""
     model = nn.Linear(2, 2, bias=False)
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(config, model, steps)
     model(torch.ones(1, 2)).sum().backward()
     try:
         optimizer.step()
@@ -88,6 +96,7 @@ def _find(name: str) -> Any:
         for key, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
     }
+    known["lookahead"] = LookAhead
     # LBFGS needs the loss again and again, SparseAdam sparse gradients: the loop gives neither.
     for unfit in ("optimizer", "lbfgs", "sparseadam"):
         known.pop(unfit, None)

@@ -52,8 +52,9 @@ class Task(ABC):
         """This replica's share; all shares together are the same for any number of replicas."""
 
     @abstractmethod
-    def measure(self, model: Stack, x: Tensor, y: Tensor) -> tuple[list[float], float]:
-        """The means of `measures` over a validation batch, and how many targets they are over."""
+    def judge(self, model: Stack, output: Tensor, y: Tensor) -> tuple[list[float], float]:
+        """The means of `measures` over a validation batch of which this is the model's output, and
+        how many targets they are over. Of `model` only what needs no weights is used."""
 
     @abstractmethod
     def blank(self) -> Pair:

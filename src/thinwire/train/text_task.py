@@ -1,6 +1,7 @@
 """TextTask: predict tokens, the next one or hidden ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ class TextTask(Task):
 
     def build_model(self) -> GPT:
         config = self.config
-        return build_model(config.model, self._corpus.vocab, config.data.context, config.loop.seed)
+        model = config.model
+        if model.tied == "auto":
+            model = replace(model, tied="yes" if config.pipeline.stages == 1 else "no")
+        return build_model(model, self._corpus.vocab, config.data.context, config.loop.seed)
 
     def batches(self, replica: int, replicas: int) -> Batches:
         data, seed = self.config.data, self.config.loop.seed
@@ -51,8 +55,8 @@ class TextTask(Task):
             mask_vocab=self._mask_vocab,
         )
 
-    def measure(self, model: Stack, x: Tensor, y: Tensor) -> tuple[list[float], float]:
-        return [float(model(x, y))], float((y != IGNORED).sum())
+    def judge(self, model: Stack, output: Tensor, y: Tensor) -> tuple[list[float], float]:
+        return [float(model.loss(output, y))], float((y != IGNORED).sum())
 
     def blank(self) -> Pair:
         data = self.config.data
