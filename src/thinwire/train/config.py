@@ -126,7 +126,8 @@ def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
     method, _ = _take_flag(list(rest), "--method")
     name = method or str(given.get("method", earlier.get("method", TrainConfig.method)))
     config_type = _config_type(name)
-    default = _with_values(config_type(), earlier)
+    default = _with_values(config_type(), dict(find_method(name).defaults))
+    default = _with_values(default, earlier)
     default = _with_values(default, given, file or "")
     config = tyro.cli(
         config_type,
@@ -146,7 +147,7 @@ def _count_workers(config: TrainConfig, explicit: object) -> None:
     place, stages = config.place, config.pipeline.stages
     if place.replicas == 0 and (explicit or place.workers > 1):
         return
-    wanted = max(1, place.replicas) * stages
+    wanted = max(1, place.replicas) * max(1, stages)
     if explicit and place.workers != wanted:
         raise UsageError(
             f"--workers {place.workers} and --replicas {place.replicas} with --stages {stages} "

@@ -21,7 +21,7 @@ from thinwire.train.models import Stack
 from thinwire.train.noise_meter import NoiseMeter, find_noise_meter
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
 from thinwire.train.pipelining import cut_model
-from thinwire.train.pulse import Pulse
+from thinwire.train.pulse import PERIOD, Pulse
 from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
 from thinwire.train.task import Pair, Task
@@ -57,7 +57,7 @@ class Trainer:
         self.batches = task.batches(world.rank // config.pipeline.stages, self.readers)
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
-        self.pulse = Pulse(control)
+        self.pulse = Pulse(control, max(PERIOD, method.slack(config.settings)))
         self.noise: NoiseMeter | None = find_noise_meter(config, task, self.replica, control)
         self.step = 0
         self.seconds = 0.0  # spent training: evaluation and checkpoints are not counted

@@ -1,7 +1,7 @@
 """Method: what the trainer and the command line know of a method."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,3 +32,7 @@ class Method:
     """Refuses a number of replicas that the settings do not work with, with a UsageError."""
     stageable: bool = True
     """Whether a replica may be cut into stages (--stages)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of the trainer that this method sets unless told otherwise, by name."""
+    slack: Callable[[Any], int] = lambda settings: 0
+    """Steps by which the method lets replicas be apart; the trainer must not hold them closer."""

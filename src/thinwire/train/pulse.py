@@ -1,10 +1,10 @@
 """Pulse: a few bytes every few steps by which the workers stay one run.
 
-Ranks must leave the loop after the same step, but a signal reaches each of them at another one. At
-every PERIOD-th step a worker launches a small reduction - "I was asked to stop", "my loss is not
-finite" - and lands the one launched a period ago. The answer is the same on all ranks at the same
-step, nobody waits for it unless somebody is a whole period behind, and a worker that is lost or
-stuck is noticed here even by methods that send nothing else.
+Ranks must leave the loop after the same step, but a signal reaches each of them at another one.
+Every few steps (a period) a worker launches a small reduction - "I was asked to stop", "my loss is
+not finite" - and lands the one launched a period ago. The answer is the same on all ranks at the
+same step, nobody waits for it unless somebody is a whole period behind, and a worker that is lost
+or stuck is noticed here even by methods that send nothing else.
 """
 
 import math
@@ -19,8 +19,9 @@ MOST_BAD_STEPS = 8
 
 
 class Pulse:
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, period: int = PERIOD) -> None:
+        """A longer `period` is for replicas that may be further apart than one of ours."""
+        self._wire, self._period = wire, period
         self._flight: Flight | None = None
         self._bad_losses = 0  # in a row, like the next
         self._bad_steps = 0
@@ -34,7 +35,7 @@ class Pulse:
         """
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
         self._bad_steps = 0 if math.isfinite(norm) else self._bad_steps + 1
-        if step % PERIOD:
+        if step % self._period:
             return 0
         stop = self._land()
         flags = [0.0] * (2 + self._wire.size)

@@ -88,6 +88,10 @@ def _sparse(
     return SparseReplica(module, build_sparse(inner, settings, module, group))
 
 
+def _slack(settings: SparseSettings) -> int:
+    return settings.averaging_delay
+
+
 SPARSE_METHODS = (
     Method(
         "sparse-average",
@@ -95,5 +99,15 @@ SPARSE_METHODS = (
         SparseSettings,
         _sparse,
         check_sparse,
+        slack=_slack,
+    ),
+    Method(
+        "asyncmesh",
+        "asynchronous stages (--stages) with look-ahead, sparse averaging between replicas",
+        SparseSettings,
+        _sparse,
+        check_sparse,
+        defaults={"stages": 2, "optimizer": "LookAhead"},
+        slack=_slack,
     ),
 )
