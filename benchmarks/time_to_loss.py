@@ -7,26 +7,25 @@
 Runs `thinwire train --lab` for ddp and for overlapped on four emulated hosts, seed by seed, with a
 constant learning rate after the warm-up, so that the loss at a moment does not depend on the length
 of the run. The target is the validation loss of ddp at its end; the time is that spent training
-(evaluation left out), interpolated between evaluations. Overlapped has rounds of 4 steps, bfloat16
-and no outer momentum, which costs quality when rounds are this short. Four hosts share the cores of
+(evaluation left out), interpolated between evaluations. Overlapped has rounds of 8 steps and
+no outer momentum, which costs quality when rounds are this short. Four hosts share the cores of
 this machine: a batch of 4 takes the time that one of 8 takes where there are two. Prints a table
 and, as its last line, one JSON object: {"ratio", "seeds": [{"target", "ddp", "overlapped"}]}.
 """
 
 import argparse
-import itertools
 import json
-import math
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import curve, seconds_to  # isort: skip
 
 COMMON = ["--lab", "--workers", "4", "--rate", "100mbit", "--delay", "1ms", "--batch", "4"]
 COMMON += ["--lr", "1e-3", "--final-lr", "1.0"]
 FULL = ["--model", "gpt-3m", "--eval-every", "10", "--eval-windows", "128"]
-OVERLAPPED = ["--every", "4", "--codec", "bf16", "--outer-momentum", "0"]
+OVERLAPPED = ["--every", "8", "--outer-momentum", "0"]
 QUICK = ["--model", "gpt-0.3m", "--eval-every", "5", "--eval-windows", "64"]
 
 
@@ -51,36 +50,16 @@ def main() -> None:
 def compare(seed: int, quick: bool) -> dict[str, float]:
     size = QUICK if quick else FULL
     steps = 40 if quick else 100
-    ddp = curve("ddp", steps, seed, size)
+    own = [*COMMON, *size, "--seed", str(seed)]
+    ddp = curve(["--method", "ddp", *own, "--steps", str(steps)])
     # Local updates need more tokens for the same loss: allow for them, and stop looking then.
-    ours = curve("overlapped", 2 * steps, seed, [*size, *OVERLAPPED])
-    target = ddp[-1][1]
+    ours = curve(["--method", "overlapped", *own, *OVERLAPPED, "--steps", str(2 * steps)])
+    target = ddp[-1].loss
     return {
         "target": round(target, 4),
-        "ddp": round(ddp[-1][0], 2),
-        "overlapped": round(first_below(ours, target), 2),
+        "ddp": round(ddp[-1].seconds, 2),
+        "overlapped": round(seconds_to(ours, target), 2),
     }
-
-
-def curve(method: str, steps: int, seed: int, flags: list[str]) -> list[tuple[float, float]]:
-    """(seconds of training, validation loss) at every evaluation."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [sys.executable, "-m", "thinwire", "train", "--method", method, *COMMON, *flags]
-        command += ["--steps", str(steps), "--seed", str(seed), "--run", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
-        lines = (run / "metrics" / "rank-0.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [(r["seconds"], r["val_loss"]) for r in records if r["kind"] == "eval"]
-
-
-def first_below(points: list[tuple[float, float]], target: float) -> float:
-    for (t0, a), (t1, b) in itertools.pairwise(points):
-        if b <= target:
-            return t0 + (t1 - t0) * (a - target) / (a - b) if a > target else t0
-    return math.inf
 
 
 if __name__ == "__main__":
