@@ -61,7 +61,8 @@ class SlowMoSettings(LocalSettings):
     """Share of the mean progress that is taken over. Lower it when the loss swings with the
     rounds."""
     outer_momentum: float = 0.5
-    """Carries progress from round to round. Lower it when the loss overshoots."""
+    """Carries progress from round to round. Lower it when the loss overshoots; 0 for rounds of
+    under about 16 steps."""
 
 
 @dataclass
@@ -131,7 +132,8 @@ class OverlappedSettings(LocalSettings):
     outer_lr: float = 1.0
     """Share of the mean progress that is taken over."""
     outer_momentum: float = 0.5
-    """Carries progress from round to round. Lower it when the loss overshoots."""
+    """Carries progress from round to round. Lower it when the loss overshoots; 0 for rounds of
+    under about 16 steps."""
 
 
 class LocalReplica(Replica):
