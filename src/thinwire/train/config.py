@@ -192,7 +192,7 @@ def check(config: TrainConfig) -> None:
             f"--shards {config.model.shards}: {method.name} keeps each replica whole on one rank; "
             "use another method, or --shards 1"
         )
-    replicas = _workers(config) // config.model.shards
+    replicas = _workers(config) // (config.model.shards * config.pipeline.stages)
     method.fits(config.settings, max(1, replicas))
     _check_noise_scale(config, method.averages(config.settings), replicas)
 
@@ -232,7 +232,9 @@ def _check_stages(config: TrainConfig, method: Method) -> None:
         flag = "compile" if config.model.compile else "checkpoint-activations"
         hint = "leave it out" if config.model.compile else "use --recompute"
         raise UsageError(f"--{flag} is for a model in one piece, not for --stages {stages}: {hint}")
-    workers = int(os.environ.get("WORLD_SIZE", config.place.workers))
+    if config.loop.noise_scale == "on":
+        raise UsageError(f"--noise-scale on is for replicas in one piece, not --stages {stages}")
+    workers = _workers(config)
     if workers % stages:
         raise UsageError(
             f"--stages {stages}: {workers} workers are no multiple of it; start stages x replicas "

@@ -65,7 +65,7 @@ def find_noise_meter(
     config: TrainConfig, task: Task, replica: Replica, wire: Wire
 ) -> NoiseMeter | None:
     """The meter that --noise-scale asks for; None where there is nothing to compare."""
-    if config.loop.noise_scale == "off":
+    if config.loop.noise_scale == "off" or config.pipeline.stages > 1:
         return None
     if config.loop.accumulate == 1 and not replica.averages_gradients:
         return None
