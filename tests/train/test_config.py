@@ -208,5 +208,9 @@ def test_what_ranks_must_share_and_what_a_run_must_keep() -> None:
         "optimizer": "AdamW",
         "optimizer_arg": ["eps=1"],
         "weight_decay": 0.01,
+        "stages": 1,
+        "schedule": "1f1b",
+        "stash": True,
+        "lead": 0,
         "codec": "int8",
     }
