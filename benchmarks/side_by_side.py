@@ -41,6 +41,8 @@ class Contender:
     probe: int = 0
     """Steps after which every=auto has chosen its round; then a turn is one untimed round and two
     timed ones, whatever is said above."""
+    clip: float = 1.0
+    """Largest norm of a gradient; 0 does not clip."""
     seconds: list[list[float]] = field(default_factory=list)
     """Of the timed steps, a list for each repetition."""
 
@@ -76,7 +78,7 @@ class Contender:
     def _step(self) -> None:
         with self.replica.accumulating(last=True):
             self.replica.module(*self._batches.next()).backward()
-        self.replica.step(1.0)
+        self.replica.step(self.clip)
         self.replica.optimizer.zero_grad(set_to_none=True)
 
     def _drain(self) -> None:

@@ -1,0 +1,150 @@
+"""How much of the compute's speed the one-bit methods keep once the variance is frozen.
+
+    python benchmarks/one_bit_speed.py                2 workers, then 4; 3.2M parameters, 100 Mbit/s
+    python benchmarks/one_bit_speed.py --workers 2    these only: two minutes on a quiet machine
+    python benchmarks/one_bit_speed.py --quick        2 workers, fewer contenders and repetitions
+
+Emulated hosts in the lab, real sockets, 1 ms of delay, methods interleaved in one run (see
+side_by_side.py). Efficiency is tokens/s over the same loop with no communication and as many
+workers. The one-bit methods have left their dense warm-up behind before anything is timed. `clip 0`
+does not clip, so their buckets travel during the backward pass; with `clip 1` they wait for its
+end. `powersgd` is PyTorch's DDP with its own PowerSGD hook, rank 1, in one bucket, since with more
+it aborts on gloo. Prints a table for each number of workers and as its last line one JSON object:
+{"efficiency": {workers: {method: {"ms_per_step", "efficiency", ...}}}, "target": {method: met}}.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from side_by_side import Build, Contender, race  # isort: skip
+
+import thinwire as tw
+from thinwire.lab import Lab, Link
+from thinwire.train.corpus import load_corpus
+from thinwire.train.data import DataConfig
+from thinwire.train.methods import find_method
+from thinwire.train.models import GPT
+from thinwire.train.replica import Replica
+from thinwire.wire.world import current
+
+MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", "1ms"
+TARGET = 0.92
+FROZEN = 2  # dense steps: v need not be good, only frozen
+ONE_BUCKET = 1000  # MB
+
+
+def method(name: str, **settings: object) -> Build:
+    """A method of the trainer, with some of its flags set."""
+    entry = find_method(name)
+    return lambda model, inner: entry.build(model, inner, entry.settings(**settings), None)
+
+
+def powersgd(model: GPT, inner: torch.optim.Optimizer) -> Replica:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    replica = Replica(model, inner)
+    replica.module = ddp
+    return replica
+
+
+def contenders(quick: bool) -> list[Contender]:
+    timed = 4 if quick else 8
+
+    def frozen(label: str, build: Build, clip: float, steps: int = timed) -> Contender:
+        return Contender(label, build, FROZEN + 2, steps, clip=clip)
+
+    adam, lamb = method("one-bit-adam", freeze_at=FROZEN), method("one-bit-lamb", freeze_at=FROZEN)
+    zero_one = method("zero-one-adam", freeze_at=FROZEN, longest=1)
+    chosen = [
+        Contender("none", method("none"), 2, timed),
+        frozen("one-bit-adam, clip 0", adam, 0.0),
+        frozen("one-bit-lamb, clip 0", lamb, 0.0),
+        frozen("one-bit-adam, clip 1", adam, 1.0),
+        frozen("one-bit-lamb, clip 1", lamb, 1.0),
+        frozen("zero-one-adam, every step", zero_one, 0.0),
+        Contender("ddp", method("ddp"), 1, 2 if quick else 4),
+        Contender("powersgd", powersgd, 3, timed),
+    ]
+    if not quick:
+        often = method("zero-one-adam", freeze_at=FROZEN, double_after=1, longest=4)
+        chosen.insert(6, Contender("zero-one-adam, every 4", often, 8, timed, 4, clip=0.0))
+    return chosen
+
+
+def worker(repetitions: int, quick: bool) -> None:
+    tw.init(timeout=120)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    given = contenders(quick)
+    figures = race(
+        given,
+        repetitions,
+        model=MODEL,
+        corpus=load_corpus(DataConfig()),
+        batch=BATCH,
+        context=CONTEXT,
+        world=current(),
+    )
+    if os.environ["RANK"] == "0":
+        print(json.dumps(figures), flush=True)
+    tw.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--workers", type=int, help="this number only")
+    given = parser.parse_args()
+    efficiency = {}
+    for workers in [given.workers or 2] if given.quick or given.workers else [2, 4]:
+        figures = measure(workers, given.quick)
+        efficiency[str(workers)] = figures
+        show(workers, figures)
+    print(json.dumps({"efficiency": efficiency, "target": met(efficiency)}))
+
+
+def measure(workers: int, quick: bool) -> dict[str, dict[str, float]]:
+    lines: list[str] = []
+    with Lab(workers, Link.of(RATE, delay=DELAY)) as lab:
+        lab.check()
+        command = [sys.executable, str(Path(__file__).resolve()), "1" if quick else "4"]
+        command += ["quick"] if quick else []
+        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
+    if outcome.code:
+        sys.exit(str(outcome))
+    figures: dict[str, dict[str, float]] = json.loads(
+        next(line for line in lines if line.startswith("{"))
+    )
+    return figures
+
+
+def met(efficiency: dict[str, dict[str, dict[str, float]]]) -> dict[str, bool]:
+    """Whether each one-bit method keeps its share of the speed with two workers."""
+    return {
+        name: f["efficiency"] >= TARGET
+        for name, f in efficiency.get("2", {}).items()
+        if name.startswith(("one-bit", "zero-one"))
+    }
+
+
+def show(workers: int, figures: dict[str, dict[str, float]]) -> None:
+    print(f"\n{workers} workers, {MODEL}, {RATE}, {DELAY}")
+    print(f"  {'method':28}{'ms/step':>10}{'efficiency':>12}{'exposed ms/step':>18}")
+    for name, f in figures.items():
+        print(
+            f"  {name:28}{f['ms_per_step']:10.1f}{f['efficiency']:12.3f}"
+            f"{f['exposed_ms_per_step']:18.1f}"
+        )
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), "quick" in sys.argv) if "RANK" in os.environ else main()
