@@ -167,6 +167,86 @@ def lamb(
     return x
 
 
+def sharded(
+    kind: str,
+    start: list[Tensor],
+    gradient: Gradient,
+    size: int,
+    steps: int,
+    lr: float,
+    freeze_at: int,
+    *,
+    lam: float = 0.0,
+    correct: bool = True,
+    c_bounds: tuple[float, float] = (0.01, 10.0),
+    b1: float = 0.9,
+    b2: float = 0.999,
+    b3: float = 0.9,
+    eps: float = 1e-8,
+    r_bounds: tuple[float, float] = (0.5, 4.0),
+    r_threshold: float = 0.1,
+) -> list[Tensor]:
+    """Adam or LAMB with m and v at the owners, all tensors in one bucket: gradients to the owners
+    in one bit, directions back in one bit. In one process the owners' parts are one buffer."""
+    x = [t.double() for t in start]
+    m, v = torch.zeros_like(flat(x)), torch.zeros_like(flat(x))
+    part = math.ceil(m.numel() / (8 * size)) * 8
+    workers = [torch.zeros_like(m) for _ in range(size)]
+    owners = [torch.zeros_like(chunk) for chunk in m.split(part)]
+    k, fresh = torch.ones_like(m), v
+    c_avg, r_prev = [0.0] * len(x), [1.0] * len(x)
+    for t in range(1, steps + 1):
+        gradients = [flat(gradient(rank, t, x)) for rank in range(size)]
+        first, second = (1 - b1**t, 1 - b2**t) if correct else (1.0, 1.0)
+        if t <= freeze_at:
+            g = torch.stack(gradients).mean(0)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            d = m / first / ((v / second).sqrt() + eps)
+        else:
+            sent = []
+            for rank in range(size):
+                z = k * gradients[rank] + workers[rank]
+                sent.append(z if size == 1 else one_bit(z))
+                workers[rank] = z - sent[-1]
+            g = torch.stack(sent).mean(0) / k
+            m, fresh = b1 * m + (1 - b1) * g, b2 * fresh + (1 - b2) * g * g
+            made = []
+            for index, chunk in enumerate((m / first / (v.sqrt() + eps)).split(part)):
+                a = chunk + owners[index]
+                made.append(a if size == 1 else one_bit(a))
+                owners[index] = a - made[-1]
+            d = torch.cat(made)
+        tensors = zip(x, split(d, x), strict=True)
+        if kind == "adam":
+            x = [w - lr * (u + lam * w) for w, u in tensors]
+        elif t <= freeze_at:
+            for i, (w, u) in enumerate(list(tensors)):
+                u = u + lam * w
+                c = min(max(float(w.norm() / u.norm()), c_bounds[0]), c_bounds[1])
+                c_avg[i] = b3 * c_avg[i] + (1 - b3) * c
+                x[i] = w - lr * c * u
+        else:
+            ratios = split((v.sqrt() + eps) / (fresh.sqrt() + eps), x)
+            for i, (w, u0) in enumerate(list(tensors)):
+                u, r = u0 + lam * w, float(ratios[i].max())
+                if lam > 0:
+                    rho = min(1.0, float(u0.norm() / u.norm()))
+                    r = r * rho + 1 - rho
+                r = min(max(r, r_bounds[0]), r_bounds[1])
+                r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
+                r_prev[i] = r
+                x[i] = w - lr * r * c_avg[i] * u
+        if t == freeze_at:
+            v = v / second
+            sizes = [float(w.mean()) ** 0.5 for w in split(v, x)]
+            k = flat(
+                [torch.full_like(w, sum(sizes) / len(x) / s) for w, s in zip(x, sizes, strict=True)]
+            )
+            v = v.clamp(min=0.01 * float(v.mean()))
+            fresh, c_avg = v.clone(), [c / (1 - b3**t) for c in c_avg]
+    return x
+
+
 def zero_one(
     start: list[Tensor],
     gradient: Gradient,

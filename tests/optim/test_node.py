@@ -104,6 +104,43 @@ def test_a_bad_part_skips_the_step_on_all_ranks_of_all_nodes(ranks: Ranks) -> No
     assert ranks(4, poisoned) == [(True, 1)] * 4
 
 
+def saved(steps: int) -> tuple[Any, Any, list[Tensor]]:
+    weights, optimizer, gradient = build("OneBitAdam", bucket_mb=1e-5)
+    oracle.advance(optimizer, weights, gradient, optimizer.wire.world.rank, 1, steps)
+    return optimizer.state_dict(), optimizer.portable_state_dict(), [w.detach() for w in weights]
+
+
+def resumed(states: list[Any], now: list[Tensor], nodes: bool, last: int) -> Any:
+    world = tw.init()
+    _, gradient = oracle.problem(4, SHAPES)
+    weights = [nn.Parameter(w.clone()) for w in now]
+    settings: dict[str, Any] = {"lr": LR, "freeze_at": FREEZE, "bucket_mb": 1e-5}
+    if nodes:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+        settings |= {"group": mesh["node"], "inside": mesh["rank"]}
+    optimizer = tw.OneBitAdam(weights, **settings)
+    optimizer.load_state_dict(states[world.rank % len(states)])
+    loaded = optimizer.portable_errors()
+    oracle.advance(optimizer, weights, gradient, world.rank, 8, last)
+    return [w.detach() for w in weights], loaded
+
+
+def test_checkpoints_of_each_rank_and_for_any_layout(ranks: Ranks) -> None:
+    states = ranks(4, saved, 7)
+    _, portable, now = states[0]
+    straight = ranks(4, saved, 10)[0][2]
+    for weights, _ in ranks(4, resumed, [own for own, *_ in states], now, True, 10):
+        assert all(map(torch.equal, weights, straight)), "bit for bit"
+    assert all(float(e["worker"].norm()) > 0 < float(e["owner"].norm()) for e in portable["errors"])
+    for size, nodes in ((4, True), (3, False), (1, False)):
+        answers = ranks(size, resumed, [portable], now, nodes, 10)
+        for weights, loaded in answers:
+            torch.testing.assert_close(loaded, portable["errors"])
+            assert all(map(torch.equal, weights, answers[0][0]))
+    with pytest.raises(ValueError, match=r"one of \[2, 2\] ranks, and here are 1; .*portable"):
+        resumed([states[0][0]], now, False, 8)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

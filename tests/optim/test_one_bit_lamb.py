@@ -1,4 +1,4 @@
-"""1-bit LAMB on real ranks against the oracle and plain LAMB, and the traps of its forerunner."""
+"""1-bit LAMB on real ranks against the oracle and plain LAMB; test_traps.py has more."""
 
 import itertools
 from typing import Any
@@ -54,45 +54,6 @@ def test_the_warm_up_is_lamb_with_data_parallelism(ranks: Ranks) -> None:
         plain.step()
     for got in ranks(size, lamb, size, steps, {"weight_decay": 0.1, "freeze_at": 99}):
         torch.testing.assert_close(got, [w.detach() for w in weights], rtol=1e-5, atol=1e-6)
-
-
-def _still() -> tuple[float, float]:
-    """A tensor whose gradient is zero until the freeze, beside one that moves."""
-    rank = tw.init().rank
-    still, moving = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
-    optimizer = tw.OneBitLamb([still, moving], lr=LR, freeze_at=5)
-    for step in range(12):
-        generator = torch.Generator().manual_seed(2 * step + rank)
-        still.grad = torch.zeros(16)
-        moving.grad = torch.randn(16, generator=generator)
-        optimizer.step()
-    return float((still.detach() - 1).abs().max()), float((moving.detach() - 1).abs().max())
-
-
-def test_zero_momentum_at_the_freeze_is_no_division_by_zero(ranks: Ranks) -> None:
-    for still, moving in ranks(2, _still):
-        assert still < 5, "finite, and held by the floor"
-        assert 0 < moving < 5
-
-
-def _unit() -> float:
-    """Weights of zero: their c is exactly 1 in the first step, and the freeze comes right after."""
-    tw.init()
-    zeros = nn.Parameter(torch.zeros(16))
-    optimizer = tw.OneBitLamb([zeros], lr=LR, freeze_at=1)
-    zeros.grad = torch.ones(16)
-    optimizer.step()
-    assert float(optimizer.state[zeros]["coefficient"]) == pytest.approx(1.0)
-    before = zeros.detach().clone()
-    zeros.grad = torch.ones(16)
-    optimizer.step()
-    return float((zeros.detach() - before).abs().max())
-
-
-def test_a_coefficient_of_one_counts_and_the_average_is_debiased(ranks: Ranks) -> None:
-    """The forerunner skips a c of 1 and starts its average from 0: such a tensor stops."""
-    for moved in ranks(2, _unit):
-        assert moved > 0.5 * LR
 
 
 def _scales() -> list[float]:

@@ -113,6 +113,55 @@ def test_a_saved_run_goes_on_bit_for_bit(ranks: Ranks, stop: int) -> None:
     assert ranks(2, resumed, stop, 20) == [True, True]
 
 
+def parted(size: int, stop: int) -> tuple[Any, list[Tensor], list[Tensor], list[Tensor], bool]:
+    """The portable state, this replica's weights, those of all together, and its U and m."""
+    weights, optimizer = oracle.run(tw.ZeroOneAdam, size, stop, **SMALL)
+    own = [w.detach().clone() for w in weights]
+    with optimizer.consensus():
+        mean = [w.detach().clone() for w in weights]
+    held = [optimizer.buckets[0].moments[name].clone() for name in ("update", "exp_avg")]
+    return optimizer.portable_state_dict(), own, mean, held, optimizer.apart
+
+
+def taken_up(state: Any, mean: list[Tensor], stop: int, end: int) -> Any:
+    rank = tw.init().rank
+    _, gradient = oracle.problem(tw.Wire().size, SHAPES)
+    weights = [nn.Parameter(w.clone()) for w in mean]
+    optimizer = tw.ZeroOneAdam(weights, **SMALL)
+    optimizer.load_state_dict(state)
+    held = [optimizer.buckets[0].moments[name].clone() for name in ("update", "exp_avg")]
+    oracle.advance(optimizer, weights, gradient, rank, stop + 1, end)
+    return held, optimizer.portable_state_dict()["errors"], [w.detach() for w in weights]
+
+
+def test_another_number_of_workers_goes_on_from_the_means(ranks: Ranks) -> None:
+    """Saved after step 17, two steps into a round of four; the exchange comes at step 19."""
+    saved = ranks(2, parted, 2, 17)
+    state, _, mean, _, apart = saved[0]
+    assert apart
+    assert not torch.equal(saved[0][1][0], saved[1][1][0]), "replicas differ"
+    for answers in (
+        ranks(1, taken_up, state, mean, 17, 17),
+        ranks(3, taken_up, state, mean, 17, 17),
+    ):
+        for held, errors, _ in answers:
+            for now, one, other in zip(held, saved[0][3], saved[1][3], strict=True):
+                torch.testing.assert_close(now, (one + other) / 2)
+            torch.testing.assert_close(errors, state["errors"])
+    for got in (ranks(3, taken_up, state, mean, 17, 19), ranks(2, taken_up, state, mean, 17, 19)):
+        assert all(map(torch.equal, got[0][2], got[-1][2])), "they meet at the exchange"
+        assert all(bool(w.isfinite().all()) for w in got[0][2])
+
+
+def test_the_mean_of_the_weights_is_that_of_the_updates(ranks: Ranks) -> None:
+    """x = anchor - U / (sqrt(v) + eps) for the means, as for each replica."""
+    state, _, mean, _, _ = ranks(2, parted, 2, 17)[0]
+    for index, weights in enumerate(mean):
+        kept = state["state"][index]
+        from_means = kept["anchor"] - kept["update"] / (kept["exp_avg_sq"].sqrt() + 1e-8)
+        torch.testing.assert_close(from_means, weights, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_settings() -> None:
     weights = nn.Parameter(torch.zeros(2))
     for setting in ("double_after", "longest"):

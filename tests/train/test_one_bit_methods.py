@@ -8,6 +8,7 @@ from tests.conftest import Ranks
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.optim import ZeroOneAdam
 from thinwire.train import checkpoint
 from thinwire.train.config import parse
 from thinwire.train.methods import find_method
@@ -42,9 +43,9 @@ def weights(replica: Replica) -> list[Tensor]:
     return [p.detach().clone() for p in replica.model.parameters()]
 
 
-def saved(name: str, stop: int, end: int) -> tuple[Any, Any, list[Tensor]]:
+def saved(name: str, stop: int, end: int, sharded: bool) -> tuple[Any, Any, list[Tensor]]:
     world.init()
-    replica = build(name, freeze_at=4)
+    replica = build(name, freeze_at=4, **({"shard_state": True} if sharded else {}))
     steps(replica, 0, stop)
     shared, private = (
         checkpoint.unflatten({k: v.clone() for k, v in checkpoint.flatten(s).items()})
@@ -56,37 +57,69 @@ def saved(name: str, stop: int, end: int) -> tuple[Any, Any, list[Tensor]]:
     return shared, private, weights(replica)
 
 
-def resumed(name: str, states: list[Any], stop: int, end: int) -> list[Tensor]:
+def resumed(name: str, states: list[Any], stop: int, end: int, sharded: bool) -> list[Tensor]:
     place = world.init()
-    replica = build(name, freeze_at=4)
+    replica = build(name, freeze_at=4, **({"shard_state": True} if sharded else {}))
     shared, private, _ = states[place.rank % len(states)]
     replica.load_state(shared, private, same_replicas=place.size == len(states))
     steps(replica, stop, end)
     return weights(replica)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "sharded"), [*((n, False) for n in NAMES), ("one-bit-lamb", True)]
+)
 @pytest.mark.parametrize("stop", [2, 6])
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, stop: int) -> None:
-    states = ranks(2, saved, name, stop, 9)
-    for got, (_, _, straight) in zip(ranks(2, resumed, name, states, stop, 9), states, strict=True):
+def test_a_resumed_run_goes_on_bit_for_bit(
+    ranks: Ranks, name: str, sharded: bool, stop: int
+) -> None:
+    states = ranks(2, saved, name, stop, 9, sharded)
+    for got, (_, _, straight) in zip(
+        ranks(2, resumed, name, states, stop, 9, sharded), states, strict=True
+    ):
         assert all(map(torch.equal, got, straight))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_run_is_resumed_on_another_number_of_replicas(ranks: Ranks, size: int) -> None:
-    states = ranks(2, saved, "one-bit-lamb", 6, 9)
-    answers = ranks(size, resumed, "one-bit-lamb", states, 6, 9)
-    for got in answers:
-        assert all(map(torch.equal, got, answers[0]))
-        assert all(bool(w.isfinite().all()) for w in got)
+@pytest.mark.parametrize(("name", "sharded"), [("one-bit-lamb", False), ("one-bit-adam", True)])
+def test_a_run_is_resumed_on_another_number_of_replicas(
+    ranks: Ranks, name: str, sharded: bool
+) -> None:
+    states = ranks(2, saved, name, 6, 9, sharded)
+    for size in (1, 3):
+        answers = ranks(size, resumed, name, states, 6, 9, sharded)
+        for got in answers:
+            assert all(map(torch.equal, got, answers[0]))
+            assert all(bool(w.isfinite().all()) for w in got)
 
 
-def test_0_1_adam_is_resumed_by_as_many_replicas() -> None:
-    replica = build("zero-one-adam")
-    steps(replica, 0, 2)
-    with pytest.raises(UsageError, match="resume it on as many workers"):
-        replica.load_state(*replica.state(), same_replicas=False)
+def apart(stop: int) -> tuple[Any, Any, list[Tensor], bool]:
+    world.init()
+    replica = build("zero-one-adam", freeze_at=2, double_after=1, longest=4)
+    steps(replica, 0, stop)
+    shared, private = replica.state()
+    optimizer = replica.optimizer
+    assert isinstance(optimizer, ZeroOneAdam)
+    return shared, private, weights(replica), optimizer.apart
+
+
+def joined(states: list[Any], stop: int) -> list[Tensor]:
+    world.init()
+    replica = build("zero-one-adam", freeze_at=2, double_after=1, longest=4)
+    replica.load_state(states[0][0], states[0][1], same_replicas=False)
+    return weights(replica)
+
+
+@pytest.mark.parametrize(("stop", "differ"), [(3, False), (7, True)])
+def test_0_1_adam_goes_on_from_the_mean_on_another_number_of_replicas(
+    ranks: Ranks, stop: int, differ: bool
+) -> None:
+    """Exchanges at steps 3, 5 and 9: between them each replica has weights of its own."""
+    states = ranks(2, apart, stop)
+    assert [s[3] for s in states] == [differ] * 2
+    assert ("model" in states[0][1]) == differ
+    for got in ranks(3, joined, states, stop):
+        for now, one, other in zip(got, states[0][2], states[1][2], strict=True):
+            torch.testing.assert_close(now, (one + other) / 2)
 
 
 @pytest.mark.parametrize("name", ["lamb", *NAMES])
@@ -109,6 +142,7 @@ def test_settings_are_checked_before_anything_starts() -> None:
         (["--bucket-mb", "-2"], "--bucket-mb takes a number >= 0"),
         (["--max-coefficient", "0.001"], r"coefficient=...\) takes two numbers"),
         (["--shards", "2"], "keeps each replica whole on one rank"),
+        (["--shard-state", "--dense", "int8"], r"shard_state=True\) sends directions in the form"),
     ):
         with pytest.raises(UsageError, match=message):
             parse(["--method", "one-bit-lamb", *flags])

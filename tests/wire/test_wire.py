@@ -59,6 +59,36 @@ def test_mean_equals_the_oracle_and_is_bit_identical(ranks, n: int) -> None:
                 torch.testing.assert_close(results[0], oracle_mean(inputs, codec))
 
 
+def parts(numel: int, codec: Codec) -> list[Tensor]:
+    """The phases of a mean one by one, and both with an owner's hand in between."""
+    tw.init()
+    wire = tw.Wire()
+    part = 256 * -(-numel // (256 * wire.size))
+    x = payload(wire.rank, numel)
+    scattered = wire.scatter_mean(x.clone(), part, codec).wait()
+    gathered = wire.gather(scattered.clone(), part, codec).wait()
+    turned = wire.mean(x.clone(), codec, owner=lambda mean: mean.mul_(-2)).wait()
+    return [scattered, gathered, turned, wire.mean(x.clone(), Dense()).wait()]
+
+
+@pytest.mark.parametrize("codec", [Dense(), Dense(torch.bfloat16), Int8()], ids=repr)
+def test_the_phases_of_a_mean_alone(ranks, codec: Codec) -> None:
+    n, tolerance = 3, {"rtol": 0.02, "atol": 0.03} if codec != Dense() else {}
+    for numel in (1, 40001):
+        part = 256 * -(-numel // (256 * n))
+        answers = ranks(n, parts, numel, codec)
+        mean = torch.stack([payload(rank, numel) for rank in range(n)]).mean(0)
+        for rank, (scattered, gathered, turned, dense) in enumerate(answers):
+            own = slice(rank * part, (rank + 1) * part)
+            torch.testing.assert_close(scattered[own], mean[own], **tolerance)
+            assert torch.equal(scattered[: own.start], payload(rank, numel)[: own.start])
+            torch.testing.assert_close(gathered, mean, **tolerance)
+            torch.testing.assert_close(turned, -2 * mean, **tolerance)
+            torch.testing.assert_close(dense, mean)
+            assert torch.equal(gathered, answers[0][1])
+            assert torch.equal(turned, answers[0][2])
+
+
 def counted(numel: int) -> list[int]:
     tw.init()
     sent = []
@@ -73,7 +103,7 @@ def counted(numel: int) -> list[int]:
 def test_bytes_are_what_the_algorithm_sends(ranks, n: int) -> None:
     numel = 30_000
     part = -(-numel // n)
-    blocks8, blocks4 = -(-part // 256), -(-part // 128)
+    blocks8, blocks4 = -(-part // 256), 2 * -(-part // 256)  # of 256 and of 128 values
     expected = [
         2 * (n - 1) * numel * 4 // n,
         2 * (n - 1) * part * 2,
@@ -216,6 +246,14 @@ def test_a_world_of_one_needs_no_group() -> None:
     assert torch.equal(wire.mean(x.clone(), Int4()).wait(), x)
     assert wire.agree([3.0]) == [3.0]
     assert wire.gather_bytes(b"abc") == [b"abc"]
+    assert torch.equal(wire.gather(torch.ones(3), 3).wait(), torch.ones(3))
+    assert torch.equal(wire.scatter_mean(torch.ones(3), 3).wait(), torch.ones(3))
+    assert torch.equal(
+        wire.mean(torch.ones(3), owner=lambda mean: mean * 4).wait(), torch.full((3,), 4.0)
+    )
+    for part in (2, 513):  # too small, and no whole blocks
+        with pytest.raises(ValueError, match=r"gather of 512 values over 1 ranks takes parts of"):
+            wire.gather(torch.ones(512), part, Int8())
     assert wire.account.bytes == 0
     tw.shutdown()
 

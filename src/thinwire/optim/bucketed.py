@@ -24,7 +24,7 @@ from thinwire.optim.checks import (
     require_nonnegative,
     require_positive,
 )
-from thinwire.wire.compressed_mean import own_part
+from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.wire import Group
 
 State = dict[str, Any]
@@ -124,10 +124,15 @@ class BucketedOptimizer(WireOptimizer):
             bucket.flight.wait()
             finite = bucket.flight.finite and finite
             bucket.flight = None
+        finite = self._agreed(finite)
         for bucket in self.buckets:
-            bucket.feedback.commit(finite)
+            bucket.commit(finite)
         if not finite:
             self.account.skipped += 1
+        return finite
+
+    def _agreed(self, finite: bool) -> bool:
+        """What all ranks make of it; they know already where all of them hold the same bits."""
         return finite
 
     def _require_usable_gradients(self) -> None:
@@ -166,8 +171,10 @@ class BucketedOptimizer(WireOptimizer):
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Makes the buckets, and takes over what earlier ones hold."""
-        earlier = self._entries()
-        self.buckets = arrange(order, self._parameters, self._groups, self.bucket_mb)
+        earlier = self._whole_entries()
+        self.buckets = arrange(
+            order, self._parameters, self._groups, self.bucket_mb, **self._ownership()
+        )
         self._place = {i: at for at, bucket in enumerate(self.buckets) for i in bucket.indices}
         for index in self._place:
             if index in earlier:
@@ -178,14 +185,9 @@ class BucketedOptimizer(WireOptimizer):
     def _bucket(self, index: int) -> Bucket:
         return self.buckets[self._place[index]]
 
-    def _still_idle(self) -> set[int]:
-        """Of the unused parameters those whose mean gradient, in the buffers now, is zero."""
-        idle = set()
-        for index in self._idle & self._place.keys():
-            bucket = self._bucket(index)
-            if not bucket.views(bucket.buffer)[bucket.indices.index(index)].any():
-                idle.add(index)
-        return idle
+    def _ownership(self) -> dict[str, int]:
+        """Into how many parts the moments are spread, and which is this rank's."""
+        return {"size": 1, "rank": 0}
 
     def _settings(self) -> dict[str, Any]:
         groups = {
@@ -198,14 +200,18 @@ class BucketedOptimizer(WireOptimizer):
 
     def state_dict(self) -> State:
         """This rank's state, its own errors included: goes on bit for bit on as many ranks."""
-        return self.common_state() | {"errors": self.own_errors(), "ranks": self.wire.size}
+        state = self._described(self._whole_entries())
+        return state | {"errors": self.own_errors(), "ranks": self._layout()}
 
     def portable_state_dict(self) -> State:
         """The same on every rank, and for any number of ranks. A collective: all ranks call it."""
         return self.common_state() | {"errors": self.portable_errors(), "ranks": 0}
 
     def common_state(self) -> State:
-        """What is the same on all ranks."""
+        """What is the same on all ranks; a collective, for some methods must find that first."""
+        return self._described(self._common_entries())
+
+    def _described(self, kept: dict[int, dict[str, Tensor]]) -> State:
         index = {id(p): i for i, p in enumerate(self._parameters)}
         groups = [
             {k: v for k, v in group.items() if k != "params"}
@@ -221,7 +227,7 @@ class BucketedOptimizer(WireOptimizer):
         } | self._kept()
         state = {
             i: {name: tensor.clone() for name, tensor in entries.items()}
-            for i, entries in self._entries().items()
+            for i, entries in kept.items()
         }
         return {"state": state, "param_groups": groups, "method": method}
 
@@ -258,44 +264,62 @@ class BucketedOptimizer(WireOptimizer):
             self._bucket(int(index)).adopt(int(index), entries)
         self._show_state()
 
-    def load_errors(self, errors: list[State], *, ranks: int) -> None:
+    def load_errors(self, errors: list[State], *, ranks: int | list[int]) -> None:
         """Errors as `own_errors` gave them on so many ranks, or portable ones (0)."""
-        if ranks not in (0, self.wire.size):
+        if ranks not in (0, self._layout()):
             raise ValueError(
                 f"this state holds the errors of one of {ranks} ranks, and here are "
-                f"{self.wire.size}; save with portable_state_dict(), which loads on any number"
+                f"{self._layout()}; save with portable_state_dict(), which loads on any number"
             )
         for bucket, saved in zip(self.buckets, errors, strict=True):
             copies = {
                 side: None if error is None else error.to(bucket.buffer.device, copy=True)
                 for side, error in saved.items()
             }
-            if ranks == 0 and copies["owner"] is not None:
-                copies["owner"] = self._own_slice(bucket, copies["owner"]).clone()
+            if ranks == 0 and copies["worker"] is not None:
+                worker = self._sent(copies["worker"])
+                owner = self._own_slice(bucket, self._sent(copies["owner"]))
+                copies = {"worker": worker.clone(), "owner": owner.clone()}
             bucket.feedback.load_state_dict(copies)
 
-    def _mean_error(self, bucket: Bucket) -> Tensor | None:
-        error = bucket.feedback.worker.error
-        return None if error is None else self.meeting.mean(error.clone()).wait()
+    def _layout(self) -> int | list[int]:
+        """The ranks that a rank's own errors belong to."""
+        return self.wire.size
 
-    def _all_owners(self, bucket: Bucket) -> Tensor | None:
-        error = bucket.feedback.owner.error
-        if bucket.feedback.worker.error is None:
+    def _sent(self, whole: Tensor) -> Tensor:
+        """Which of a bucket's values this rank sends over the wire."""
+        return whole
+
+    def _mean_error(self, bucket: Bucket) -> Tensor | None:
+        if not self._has_errors(bucket):
             return None
         whole = torch.zeros_like(bucket.buffer)
-        if error is not None:
-            self._own_slice(bucket, whole).copy_(error)
-        return self.meeting.mean(whole).wait().mul_(self.meeting.size)
+        if (error := bucket.feedback.worker.error) is not None:
+            self._sent(whole).copy_(error)
+        self.meeting.mean(self._sent(whole)).wait()
+        return self._assembled(whole)
+
+    def _all_owners(self, bucket: Bucket) -> Tensor | None:
+        if not self._has_errors(bucket):
+            return None
+        whole = torch.zeros_like(bucket.buffer)
+        sent = self._sent(whole)
+        if (error := bucket.feedback.owner.error) is not None:
+            self._own_slice(bucket, sent).copy_(error)
+        self.meeting.mean(sent).wait().mul_(self.meeting.size)
+        return self._assembled(whole)
+
+    def _has_errors(self, bucket: Bucket) -> bool:
+        """Whether anything of it was compressed so far, the same on all ranks."""
+        return bucket.feedback.worker.error is not None
+
+    def _assembled(self, whole: Tensor) -> Tensor:
+        """With what other ranks than those of the wire have of it."""
+        return whole
 
     def _own_slice(self, bucket: Bucket, whole: Tensor) -> Tensor:
-        codec, numel, size, rank = (
-            bucket.feedback.codec,
-            whole.numel(),
-            self.wire.size,
-            self.wire.rank,
-        )
-        start = min(numel, rank * codec.part(numel, size))
-        return whole[start : start + own_part(codec, numel, size, rank)]
+        part = bucket.feedback.codec.part(whole.numel(), self.wire.size)
+        return whole[own_slice(whole.numel(), part, self.wire.rank)]
 
     def _check_state(self, saved: State) -> None:
         name = type(self).__name__
@@ -318,7 +342,16 @@ class BucketedOptimizer(WireOptimizer):
                 )
 
     def _entries(self) -> dict[int, dict[str, Tensor]]:
+        """What is kept here, by parameter."""
         return {i: bucket.entries(i) for bucket in self.buckets for i in bucket.indices}
+
+    def _common_entries(self) -> dict[int, dict[str, Tensor]]:
+        """What all ranks can go on from."""
+        return self._whole_entries()
+
+    def _whole_entries(self) -> dict[int, dict[str, Tensor]]:
+        """What is kept of whole parameters, wherever."""
+        return self._entries()
 
     def _show_state(self) -> None:
         """`optimizer.state[p]` as with any torch optimizer; views of the buckets."""

@@ -6,6 +6,7 @@ order, whichever gradients came first on each of them; what is left is launched 
 follow the order in which rank 0's first backward pass produced the gradients.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from thinwire.optim.flat import Flat
 from thinwire.wire.codecs import ErrorFeedback, OneBit
+from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.flight import Flight
 
 # What a tensor of a single value has of every value.
@@ -35,15 +37,24 @@ class TentativeFeedback(ErrorFeedback):
 
 
 class Bucket:
-    """Tensors as one flat buffer, with the moments of all their values.
+    """Tensors as one flat buffer, with the moments of their values.
 
-    buffer   (N,)  what travels: gradients or momentum on the way out, their mean on the way back
-    moments  (N,)  m, v and whatever else a method keeps of every value, by name
-    scalars  (L,)  what it keeps of every tensor
+    buffer   (N,)    what travels: gradients or momentum on the way out, their mean on the way back
+    moments  (own,)  m, v and whatever else a method keeps of every value, by name
+    scalars  (L,)    what it keeps of every tensor
+
+    `own` is which of the N values this rank keeps moments of: all of them, or one of `size` parts
+    of `part` values, the same parts in which a one-bit mean is taken.
     """
 
     def __init__(
-        self, indices: Sequence[int], parameters: Sequence[Tensor], groups: Sequence[dict[str, Any]]
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        *,
+        size: int = 1,
+        rank: int = 0,
     ) -> None:
         self.indices = list(indices)  # of the parameters, in the optimizer's order
         self.parameters = [parameters[i] for i in indices]
@@ -51,20 +62,46 @@ class Bucket:
         self.compress: bool = self.groups[0]["compress"]
         self.betas: tuple[float, float] = self.groups[0]["betas"]
         self.flat = Flat(self.parameters)
+        self.part = OneBit().part(self.flat.numel, size)
+        self.own = own_slice(self.flat.numel, self.part, rank)
         self.buffer = self.flat.new().zero_()
         self.moments: dict[str, Tensor] = {}
         self.scalars: dict[str, Tensor] = {}
-        self.m, self.v = self.new_moment("exp_avg"), self.new_moment("exp_avg_sq")
+        self.new_moment("exp_avg")
+        self.new_moment("exp_avg_sq")
+        self.tentative: dict[str, Tensor] = {}
+        """Moments made while the bucket was in the air, for those held by the same name."""
         self.reset_feedback()
         self.flight: Flight | None = None
         self._seen: list[tuple[int, int]] | None = None
+
+    @property
+    def m(self) -> Tensor:
+        return self.moments["exp_avg"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.moments["exp_avg_sq"]
+
+    @property
+    def mine(self) -> Tensor:
+        """The part of the buffer that this rank keeps moments of."""
+        return self.buffer[self.own]
 
     def reset_feedback(self) -> None:
         """Forgets what the codec has lost so far."""
         self.feedback = TentativeFeedback(OneBit())
 
+    def commit(self, taken: bool) -> None:
+        """The step is taken or not: by all buckets of all ranks alike."""
+        self.feedback.commit(taken)
+        for name, moment in self.tentative.items():
+            if taken:
+                self.moments[name].copy_(moment)  # `optimizer.state` shows this memory
+        self.tentative = {}
+
     def new_moment(self, name: str) -> Tensor:
-        self.moments[name] = torch.zeros_like(self.buffer)
+        self.moments[name] = torch.zeros_like(self.mine)
         return self.moments[name]
 
     def new_scalar(self, name: str, value: float) -> Tensor:
@@ -73,23 +110,36 @@ class Bucket:
         return self.scalars[name]
 
     def views(self, flat: Tensor) -> list[Tensor]:
+        """A buffer of all N values, seen as the tensors."""
         return self.flat.views(flat)
 
+    def pieces(self, own: Tensor) -> list[Tensor]:
+        """A buffer of this rank's own values, cut by tensor: flat, empty where it has none."""
+        ends = list(itertools.accumulate(self.flat.sizes))
+        cuts = [min(max(end - self.own.start, 0), own.numel()) for end in ends]
+        return [own[a:b] for a, b in itertools.pairwise([0, *cuts])]
+
     def entries(self, index: int) -> dict[str, Tensor]:
-        """What is kept for one parameter, by name; it shares the bucket's memory."""
-        position = self.indices.index(index)
-        held = {name: self.views(flat)[position] for name, flat in self.moments.items()}
-        return held | {name: values[position] for name, values in self.scalars.items()}
+        """What is kept here for one parameter, by name; it shares the bucket's memory."""
+        at = self.indices.index(index)
+        held = {name: self.pieces(own)[at] for name, own in self.moments.items()}
+        if self.own == slice(0, self.flat.numel):
+            held = {name: piece.view(self.flat.shapes[at]) for name, piece in held.items()}
+        return held | {name: values[at] for name, values in self.scalars.items()}
 
     def adopt(self, index: int, saved: Mapping[str, Tensor]) -> None:
-        """Takes over what was kept for a parameter elsewhere."""
+        """Takes over what was kept for a whole parameter elsewhere, as far as it is kept here."""
+        at = self.indices.index(index)
+        begins = sum(self.flat.sizes[:at])
         for name, value in saved.items():
-            if name not in self.moments and name not in self.scalars:
-                per_value = name in PER_VALUE or value.dim() > 0
-                self.new_moment(name) if per_value else self.new_scalar(name, 0.0)
-        for name, view in self.entries(index).items():
-            if name in saved:
-                view.copy_(saved[name])
+            if name in PER_VALUE or value.dim() > 0:
+                held = self.moments.get(name)
+                piece = self.pieces(self.new_moment(name) if held is None else held)[at]
+                start = max(0, self.own.start - begins)
+                piece.copy_(value.reshape(-1)[start : start + piece.numel()])
+            else:
+                held = self.scalars.get(name)
+                (self.new_scalar(name, 0.0) if held is None else held)[at] = value
 
     def take_gradients(self) -> Tensor:
         """Copies the gradients into the buffer; none counts as zeros."""
@@ -109,13 +159,17 @@ def arrange(
     parameters: Sequence[Tensor],
     groups: Sequence[dict[str, Any]],
     bucket_mb: float | None,
+    *,
+    size: int = 1,
+    rank: int = 0,
 ) -> list[Bucket]:
     """Parameters in the given order, cut into buckets of one kind of group each.
 
-    None as a size makes about four buckets of 1 to 25 MB of float32.
+    None as `bucket_mb` makes about four buckets of 1 to 25 MB of float32. Of the moments this rank
+    keeps those of the `rank`-th of `size` parts.
     """
     total = sum(parameters[i].numel() for i in order) * 4 / _MB
-    size = min(25.0, max(1.0, total / 4)) if bucket_mb is None else bucket_mb
+    enough = min(25.0, max(1.0, total / 4)) if bucket_mb is None else bucket_mb
     filling: dict[Any, list[int]] = {}
     full: list[list[int]] = []
     for index in order:
@@ -123,9 +177,12 @@ def arrange(
         kind = (group["compress"], tuple(group["betas"]), parameters[index].device)
         members = filling.setdefault(kind, [])
         members.append(index)
-        if sum(parameters[i].numel() for i in members) * 4 >= size * _MB:
+        if sum(parameters[i].numel() for i in members) * 4 >= enough * _MB:
             full.append(filling.pop(kind))
-    return [Bucket(members, parameters, groups) for members in [*full, *filling.values()]]
+    return [
+        Bucket(members, parameters, groups, size=size, rank=rank)
+        for members in [*full, *filling.values()]
+    ]
 
 
 class Backward:

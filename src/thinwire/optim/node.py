@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from thinwire.optim.buckets import Bucket
+from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
 
 
@@ -30,14 +31,17 @@ class Node:
         for bucket in buckets:
             assert bucket.flight is not None
             bucket.flight.wait()
-            part = self.part(bucket.buffer)
-            width = self._width(bucket.buffer.numel())
-            whole = bucket.buffer.new_zeros(self.wire.size * width)
-            whole[self.wire.rank * width :][: part.numel()] = part
-            bucket.flight = self.wire.gather(whole)
+            bucket.flight = self._gather(bucket.buffer)
         for bucket in buckets:
             assert bucket.flight is not None
-            bucket.buffer.copy_(bucket.flight.wait()[: bucket.buffer.numel()])
+            bucket.flight.wait()
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Everybody's part of `flat`, in place."""
+        return self._gather(flat).wait()
+
+    def _gather(self, flat: Tensor) -> Flight:
+        return self.wire.gather(flat, self._width(flat.numel()))
 
     def _width(self, numel: int) -> int:
         return -(-numel // self.wire.size)

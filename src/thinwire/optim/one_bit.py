@@ -4,8 +4,9 @@
     freeze       v is kept from here on, lifted to a floor:  v = max(v, FLOOR mean(v)) per bucket
     compressed   M = compressed mean of (b1 m + (1-b1) g_i) ;  the method's update with v frozen
 
-A method is `_update_dense`, `_payload` and `_update_frozen`; when things are sent, skipped, clipped
-and frozen is here. Groups with compress=False stay in the first stage.
+A method says how m and v learn and how the weights move; when things are sent, skipped, clipped and
+frozen is here. Groups with compress=False stay in the first stage. With `shard_state` every rank
+keeps m and v of its own part alone, and the compressed stage is another: owners.py.
 
 [Note: floor] A value that saw hardly any gradient before the freeze has v near 0, but its share of
 the one-bit momentum is as large as any other's: divided by sqrt(v) it would grow without limit.
@@ -26,6 +27,7 @@ ranks. All buckets have landed before anything is changed: a step is taken every
 import math
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +39,9 @@ from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_count, require_positive
 from thinwire.optim.freeze import FreezeRule
 from thinwire.optim.node import Node
+from thinwire.optim.owners import Owners
 from thinwire.wire.agreement import require_same, require_same_values
-from thinwire.wire.codecs import Codec
+from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.wire import Group
 
 FLOOR = 0.01
@@ -52,13 +55,14 @@ class OneBitOptimizer(BucketedOptimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        freeze_at: int | None,
-        clip: float | None,
-        dense: Codec | None,
-        bucket_mb: float | None,
-        overlap: bool,
-        group: Group,
+        freeze_at: int | None = None,
+        clip: float | None = None,
+        dense: Codec | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = True,
+        group: Group = None,
         inside: Group = None,
+        shard_state: bool = False,
     ) -> None:
         name = type(self).__name__
         if freeze_at is not None:
@@ -70,6 +74,8 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"{name}(dense=...) takes a codec without memory, such as Dense(torch.bfloat16), "
                 f"got {dense!r}"
             )
+        if shard_state:
+            self._check_sharding(name, dense, inside)
         super().__init__(params, defaults, bucket_mb=bucket_mb, overlap=overlap, group=group)
         self.freeze_at, self.clip, self.dense = freeze_at, clip, dense
         self.frozen_at: int | None = None
@@ -79,11 +85,13 @@ class OneBitOptimizer(BucketedOptimizer):
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
         self._nodes = None if inside is None else Node(inside, f"{name} inside")
         self._waiting: Bucket | None = None  # for its mean inside the node
+        self._owners = Owners(self.wire, dense) if shard_state else None
         self._factor = 1.0  # on the gradients of this step, before they are compressed
+        self._square = 0.0  # of the mean gradient's norm at this step
 
     @property
     def compressing(self) -> bool:
-        """Whether the variance is frozen and momentum travels in one bit."""
+        """Whether the variance is frozen and one bit a value is sent."""
         return self.frozen_at is not None
 
     @torch.no_grad()
@@ -98,18 +106,18 @@ class OneBitOptimizer(BucketedOptimizer):
             self.grad_norm = math.nan
             return
         self.steps += 1
-        square = 0.0 if self.compressing else self._clip_mean()
-        for bucket in self.buckets:
-            if self._frozen(bucket):
-                self._update_frozen(bucket)
-            else:
-                self._update_dense(bucket)
-        if not self.compressing and self._due(square):
+        if not self.compressing:
+            self._clip_mean()
+        self._learn()
+        self._move()
+        if not self.compressing and self._due():
             self._freeze()
+
+    # -- what travels -----------------------------------------------------------------------------
 
     def _launch(self, bucket: Bucket) -> None:
         self._unscaled(bucket.take_gradients())
-        if self._frozen(bucket) and self._factor != 1.0:
+        if self._factor != 1.0:
             bucket.buffer.mul_(self._factor)
         if self._nodes is None:
             self._send(bucket, bucket.buffer)
@@ -126,7 +134,11 @@ class OneBitOptimizer(BucketedOptimizer):
             self._send(bucket, self._nodes.part(bucket.buffer))
 
     def _send(self, bucket: Bucket, part: Tensor) -> None:
-        if self._frozen(bucket):
+        if self._owners is not None and self._frozen(bucket):
+            self._owners.send_bits(bucket, partial(self._make_direction, self.steps + 1))
+        elif self._owners is not None:
+            self._owners.send_gradients(bucket)
+        elif self._frozen(bucket):
             self._payload(bucket)
             bucket.flight = self.wire.mean(part, bucket.feedback)
         else:
@@ -141,6 +153,26 @@ class OneBitOptimizer(BucketedOptimizer):
             self._nodes.reunite(self.buckets)
         return super()._land()
 
+    def _agreed(self, finite: bool) -> bool:
+        """Also finds the norm of the mean gradients, and which parameters still have none."""
+        dense = [bucket for bucket in self.buckets if not self._frozen(bucket)]
+        if self.compressing and (self._owners is None or not dense):
+            return finite  # everybody has seen the same bits
+        idle = sorted(self._idle & self._place.keys())
+        used = [float(self._has_gradient(index)) for index in idle]
+        square = squared_norm([bucket.mine for bucket in dense]) if finite else 0.0
+        if self._owners is not None:  # see [Note: verdicts] in owners.py
+            bad, square, *used = self.wire.agree([float(not finite), square, *used], "sum")
+            finite = not bad
+        self._square = square
+        if finite:
+            self._idle -= {index for index, count in zip(idle, used, strict=True) if count}
+        return finite
+
+    def _has_gradient(self, index: int) -> bool:
+        bucket = self._bucket(index)
+        return bool(bucket.pieces(bucket.mine)[bucket.indices.index(index)].any())
+
     def _frozen(self, bucket: Bucket) -> bool:
         return self.compressing and bucket.compress
 
@@ -149,49 +181,77 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- what a method defines --------------------------------------------------------------------
 
-    def _update_dense(self, bucket: Bucket) -> None:
-        """The mean gradient is in the bucket's buffer."""
-        raise NotImplementedError
-
     def _payload(self, bucket: Bucket) -> None:
         """This rank's gradient is in the buffer; what is to be averaged takes its place."""
         b1 = bucket.betas[0]
         bucket.buffer.mul_(1 - b1).add_(bucket.m, alpha=b1)
 
-    def _update_frozen(self, bucket: Bucket) -> None:
-        """The mean of the payloads is in the bucket's buffer."""
+    def _learn_frozen(self, bucket: Bucket) -> None:
+        """The mean of the payloads is in the buffer."""
+        bucket.m.copy_(bucket.buffer)
+
+    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
+        """Changes the weights of a bucket; `directions` may be overwritten."""
+        raise NotImplementedError
+
+    def _move_frozen(self, bucket: Bucket, directions: list[Tensor]) -> None:
         raise NotImplementedError
 
     def _freeze_bucket(self, bucket: Bucket) -> None:
         """See [Note: floor]. The bias correction of this step stays in v."""
-        bucket.v.div_(self._corrections(bucket)[1])
-        bucket.v.clamp_(min=FLOOR * float(bucket.v.mean()))
+        bucket.v.div_(self._corrections(bucket, self.steps)[1])
+        mean = float(bucket.v.mean()) if self._owners is None else self._owners.equalise(bucket)
+        bucket.v.clamp_(min=FLOOR * mean)
 
     # -- what methods share -----------------------------------------------------------------------
 
-    def _average_moments(self, bucket: Bucket) -> None:
-        """m and v with the mean gradient in the buffer."""
-        b1, b2 = bucket.betas
-        bucket.m.lerp_(bucket.buffer, 1 - b1)
-        bucket.v.mul_(b2).addcmul_(bucket.buffer, bucket.buffer, value=1 - b2)
+    def _learn(self) -> None:
+        """m, v and, into the buffers of all ranks, the directions m̂ / (sqrt(v̂) + eps)."""
+        for bucket in self.buckets:
+            if not self._frozen(bucket):
+                self._average_moments(bucket)
+            elif self._owners is None:
+                self._learn_frozen(bucket)
+            else:
+                continue  # its owners have done it on the way
+            self._direct(bucket, bucket.m, bucket.mine, self.steps)
+        if self._owners is not None:
+            self._owners.spread([bucket for bucket in self.buckets if not self._frozen(bucket)])
 
-    def _corrections(self, bucket: Bucket) -> tuple[float, float]:
+    def _move(self) -> None:
+        for bucket in self.buckets:
+            move = self._move_frozen if self._frozen(bucket) else self._move_dense
+            move(bucket, bucket.views(bucket.buffer))
+
+    def _make_direction(self, step: int, bucket: Bucket, mean: Tensor) -> Tensor:
+        """An owner's d from the mean gradient of its part; see owners.py."""
+        m = torch.lerp(bucket.m, mean, 1 - bucket.betas[0])
+        bucket.tentative["exp_avg"] = m
+        return self._direct(bucket, m, mean, step)
+
+    def _average_moments(self, bucket: Bucket) -> None:
+        """m and v with the mean gradient of the rank's own values in the buffer."""
+        b1, b2 = bucket.betas
+        bucket.m.lerp_(bucket.mine, 1 - b1)
+        bucket.v.mul_(b2).addcmul_(bucket.mine, bucket.mine, value=1 - b2)
+
+    def _corrections(self, bucket: Bucket, step: int) -> tuple[float, float]:
         """What m and v are divided by; a frozen v holds its correction."""
         if not bucket.groups[0]["bias_correction"]:
             return 1.0, 1.0
         b1, b2 = bucket.betas
-        frozen = bucket.compress and self.frozen_at is not None and self.frozen_at < self.steps
-        return 1 - b1**self.steps, 1.0 if frozen else 1 - b2**self.steps
+        frozen = bucket.compress and self.frozen_at is not None and self.frozen_at < step
+        return 1 - b1**step, 1.0 if frozen else 1 - b2**step
 
-    def _directions(self, bucket: Bucket) -> list[Tensor]:
-        """m̂ / (sqrt(v̂) + eps) of every tensor, in the buffer."""
-        first, second = self._corrections(bucket)
-        torch.sqrt(bucket.v, out=bucket.buffer)
-        views = bucket.views(bucket.buffer)
-        for view, m, group in zip(views, bucket.views(bucket.m), bucket.groups, strict=True):
-            view.div_(math.sqrt(second)).add_(group["eps"])
-            torch.div(m, view, out=view).div_(first)
-        return views
+    def _direct(self, bucket: Bucket, m: Tensor, out: Tensor, step: int) -> Tensor:
+        """m̂ / (sqrt(v̂) + eps) of this rank's own values."""
+        first, second = self._corrections(bucket, step)
+        torch.sqrt(bucket.v, out=out)
+        if second != 1.0:
+            out.div_(math.sqrt(second))
+        for piece, group in zip(bucket.pieces(out), bucket.groups, strict=True):
+            piece.add_(group["eps"])
+        return torch.div(m, out, out=out).div_(first)
 
     def _used(self, bucket: Bucket) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
         """(position, parameter, its group) of the tensors that have had a gradient."""
@@ -219,21 +279,18 @@ class OneBitOptimizer(BucketedOptimizer):
         if self.clip < self.grad_norm < math.inf:
             self._factor = self.clip / self.grad_norm
 
-    def _clip_mean(self) -> float:
-        """Clips the mean gradients in the buffers; their squared norm before that."""
-        square = squared_norm([bucket.buffer for bucket in self.buckets])
-        self.grad_norm = math.sqrt(square)
-        self._idle = self._still_idle()
+    def _clip_mean(self) -> None:
+        """Clips the mean gradients in the buffers."""
+        self.grad_norm = math.sqrt(self._square)
         if self.clip is not None and self.grad_norm > self.clip:
             for bucket in self.buckets:
-                bucket.buffer.mul_(self.clip / self.grad_norm)
-        return square
+                bucket.mine.mul_(self.clip / self.grad_norm)
 
     # -- the freeze -------------------------------------------------------------------------------
 
-    def _due(self, square: float) -> bool:
+    def _due(self) -> bool:
         lr = max(float(group["lr"]) for group in self.param_groups)
-        settled = self._rule.observe(square, lr)
+        settled = self._rule.observe(self._square, lr)
         return settled if self.freeze_at is None else self.steps >= self.freeze_at
 
     def _freeze(self) -> None:
@@ -278,22 +335,78 @@ class OneBitOptimizer(BucketedOptimizer):
             used = self._nodes.wire.agree(used)
         return super()._agree_on_start(order, used)
 
-    def portable_errors(self) -> list[State]:
-        if self._nodes is not None:
-            raise RuntimeError(
-                "with inside= each rank keeps the errors of its own part: save state_dict() of "
-                "each rank, and resume on as many"
+    # -- shards -----------------------------------------------------------------------------------
+
+    def _check_sharding(self, name: str, dense: Codec | None, inside: Group) -> None:
+        if dense is not None and not isinstance(dense, Dense):
+            raise ValueError(
+                f"{name}(shard_state=True) sends directions in the form of `dense`, which must not "
+                f"lose them: it takes Dense(...) there, got {dense!r}"
             )
-        return super().portable_errors()
+        if inside is not None:
+            raise ValueError(
+                f"{name}(shard_state=True, inside=...): the state is spread over one group of "
+                "ranks; leave one of the two out"
+            )
+
+    def _ownership(self) -> dict[str, int]:
+        if self._owners is None:
+            return super()._ownership()
+        return {"size": self.wire.size, "rank": self.wire.rank}
+
+    def _whole_entries(self) -> dict[int, dict[str, Tensor]]:
+        """With shards a collective: all ranks call it, and get the same."""
+        entries = super()._whole_entries()
+        if self._owners is None:
+            return entries
+        for bucket in self.buckets:
+            for name, own in bucket.moments.items():
+                whole = bucket.views(self._owners.whole(bucket, own, self.meeting))
+                for index, view in zip(bucket.indices, whole, strict=True):
+                    entries[index][name] = view
+        return entries
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def _layout(self) -> int | list[int]:
+        return self.wire.size if self._nodes is None else [self.wire.size, self._nodes.wire.size]
+
+    def _has_errors(self, bucket: Bucket) -> bool:
+        here = super()._has_errors(bucket)
+        if self._nodes is None:
+            return here
+        return bool(self._nodes.wire.agree([float(here)])[0])  # a rank's part may be empty
+
+    def _sent(self, whole: Tensor) -> Tensor:
+        return whole if self._nodes is None else self._nodes.part(whole)
+
+    def _assembled(self, whole: Tensor) -> Tensor:
+        return whole if self._nodes is None else self._nodes.whole(whole)
 
     def _settings(self) -> dict[str, Any]:
-        own = {"freeze_at": self.freeze_at, "clip": self.clip, "dense": repr(self.dense)}
+        own = {
+            "freeze_at": self.freeze_at,
+            "clip": self.clip,
+            "dense": repr(self.dense),
+            "shard_state": self._owners is not None,
+        }
         return super()._settings() | own
 
     def _kept(self) -> State:
-        return {"frozen_at": self.frozen_at, "rule": self._rule.state_dict()}
+        return {
+            "frozen_at": self.frozen_at,
+            "sharded": self._owners is not None,
+            "rule": self._rule.state_dict(),
+        }
 
     def _restore(self, kept: State) -> None:
+        sharded = kept.get("sharded", False)
+        if kept["frozen_at"] is not None and sharded != (self._owners is not None):
+            raise ValueError(
+                f"{type(self).__name__}: the state was saved with shard_state={sharded} after the "
+                "variance was frozen, when m and the errors mean another thing than with "
+                f"shard_state={not sharded}; load it as it was saved"
+            )
         self.frozen_at = kept["frozen_at"]
         self._rule.load_state_dict(kept["rule"])
 

@@ -8,12 +8,19 @@
 Paper: 1-bit Adam, arXiv 2102.02888. The stages are in one_bit.py.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.buckets import Bucket
 from thinwire.optim.one_bit import OneBitOptimizer
-from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.optim.stage_settings import StageSettings, spelled_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -39,8 +46,12 @@ class OneBitAdam(OneBitOptimizer):
         inside: the other dimension of a (node, rank in the node) mesh, whose first is `group`:
             gradients are averaged densely there, and only a part goes between the nodes from each
             rank. For nodes whose ranks have a fast link to each other.
+        shard_state: every rank keeps m and v of its own part of the values alone, 1/n of them, at
+            the same traffic. For models whose state does not fit. In the one-bit stage this is
+            another method than the paper's: owners.py has the equations.
     """
 
+    @spelled_out(OneBitOptimizer, StageSettings)
     def __init__(
         self,
         params: ParamsT,
@@ -50,38 +61,15 @@ class OneBitAdam(OneBitOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         bias_correction: bool = True,
-        freeze_at: int | None = None,
-        clip: float | None = None,
-        dense: Codec | None = None,
-        bucket_mb: float | None = None,
-        overlap: bool = True,
-        group: Group = None,
-        inside: Group = None,
+        **stages: Unpack[StageSettings],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults | {"bias_correction": bias_correction},
-            freeze_at=freeze_at,
-            clip=clip,
-            dense=dense,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            group=group,
-            inside=inside,
-        )
+        super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
 
-    def _update_dense(self, bucket: Bucket) -> None:
-        self._average_moments(bucket)
-        self._move(bucket)
-
-    def _update_frozen(self, bucket: Bucket) -> None:
-        bucket.m.copy_(bucket.buffer)
-        self._move(bucket)
-
-    def _move(self, bucket: Bucket) -> None:
-        directions = self._directions(bucket)
+    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
         for at, x, group in self._used(bucket):
             lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])
             x.sub_(directions[at], alpha=lr)
+
+    _move_frozen = _move_dense

@@ -19,7 +19,9 @@ every step: an average that starts from 0, or skips a c of exactly 1, would hold
 Paper: 1-bit LAMB, arXiv 2104.06069.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +31,11 @@ from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_bounds, require_share
 from thinwire.optim.lamb import Bounds, coefficients
 from thinwire.optim.one_bit import OneBitOptimizer
-from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.optim.owners import equalising
+from thinwire.optim.stage_settings import StageSettings, spelled_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -44,9 +49,11 @@ class OneBitLamb(OneBitOptimizer):
         factor: (r_min, r_max), the bounds of r.
         factor_threshold: how much r may change in a step. Lower it when the loss jumps after the
             freeze.
-        freeze_at, clip, dense, bucket_mb, overlap, group, inside: as in `OneBitAdam`.
+        freeze_at, clip, dense, bucket_mb, overlap, group, inside, shard_state: as in
+            `OneBitAdam`.
     """
 
+    @spelled_out(OneBitOptimizer, StageSettings)
     def __init__(
         self,
         params: ParamsT,
@@ -61,13 +68,7 @@ class OneBitLamb(OneBitOptimizer):
         coefficient_beta: float = 0.9,
         factor: Bounds = (0.5, 4.0),
         factor_threshold: float = 0.1,
-        freeze_at: int | None = None,
-        clip: float | None = None,
-        dense: Codec | None = None,
-        bucket_mb: float | None = None,
-        overlap: bool = True,
-        group: Group = None,
-        inside: Group = None,
+        **stages: Unpack[StageSettings],
     ) -> None:
         require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
         require_bounds("OneBitLamb", "factor", factor)
@@ -75,17 +76,7 @@ class OneBitLamb(OneBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
         self._b3, self._bounds, self._threshold = coefficient_beta, factor, factor_threshold
-        super().__init__(
-            params,
-            defaults,
-            freeze_at=freeze_at,
-            clip=clip,
-            dense=dense,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            group=group,
-            inside=inside,
-        )
+        super().__init__(params, defaults, **stages)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
@@ -95,14 +86,12 @@ class OneBitLamb(OneBitOptimizer):
 
     # -- warm-up ----------------------------------------------------------------------------------
 
-    def _update_dense(self, bucket: Bucket) -> None:
-        self._average_moments(bucket)
-        updates = self._directions(bucket)
-        self._add_decay(bucket, updates)
-        c = self._coefficients(bucket, updates)
+    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
+        self._add_decay(bucket, directions)
+        c = self._coefficients(bucket, directions)
         average = self._scalar(bucket, "coefficient", 0.0)
         average.lerp_(c, 1 - self._b3)
-        self._move(bucket, updates, c)
+        self._shift(bucket, directions, c)
 
     def _coefficients(self, bucket: Bucket, updates: list[Tensor]) -> Tensor:
         each = [
@@ -118,11 +107,9 @@ class OneBitLamb(OneBitOptimizer):
         bucket.new_moment("fresh_sq").copy_(bucket.v)
         bucket.new_scalar("factor", 1.0)
         self._scalar(bucket, "coefficient", 0.0).div_(1 - self._b3**self.steps)
-        sizes = torch.stack([m.norm() / m.numel() ** 0.5 for m in bucket.views(bucket.m)])
-        # A tensor without momentum has no size to bring to the others'.
-        moving = sizes > 0
-        mean = sizes.sum() / moving.sum().clamp(min=1)
-        bucket.new_scalar("scale", 1.0).copy_(torch.where(moving, mean / sizes, 1.0))
+        if self._owners is None:
+            sizes = torch.stack([m.norm() / m.numel() ** 0.5 for m in bucket.pieces(bucket.m)])
+            bucket.new_scalar("scale", 1.0).copy_(equalising(sizes))
 
     # -- compressed -------------------------------------------------------------------------------
 
@@ -131,15 +118,7 @@ class OneBitLamb(OneBitOptimizer):
         for view, k in zip(bucket.views(bucket.buffer), bucket.scalars["scale"], strict=True):
             view.mul_(k)
 
-    def _update_frozen(self, bucket: Bucket) -> None:
-        self._refresh(bucket)
-        updates = self._directions(bucket)
-        plain = torch.stack([u.norm() for u in updates])  # ||u0||
-        self._add_decay(bucket, updates)
-        r = self._factors(bucket, plain / torch.stack([u.norm() for u in updates]))
-        self._move(bucket, updates, r * bucket.scalars["coefficient"])
-
-    def _refresh(self, bucket: Bucket) -> None:
+    def _learn_frozen(self, bucket: Bucket) -> None:
         """The new momentum, and the gradient it implies into the fresh variance."""
         (b1, b2), new, m = bucket.betas, bucket.buffer, bucket.m
         for view, k in zip(bucket.views(new), bucket.scalars["scale"], strict=True):
@@ -148,17 +127,48 @@ class OneBitLamb(OneBitOptimizer):
         bucket.moments["fresh_sq"].mul_(b2).addcmul_(m, m, value=1 - b2)
         m.copy_(new)
 
-    def _factors(self, bucket: Bucket, rho: Tensor) -> Tensor:
-        fresh = bucket.views(bucket.moments["fresh_sq"])
-        frozen = bucket.views(bucket.v)
+    def _make_direction(self, step: int, bucket: Bucket, mean: Tensor) -> Tensor:
+        b2 = bucket.betas[1]
+        fresh = bucket.moments["fresh_sq"] * b2
+        bucket.tentative["fresh_sq"] = fresh.addcmul_(mean, mean, value=1 - b2)
+        return super()._make_direction(step, bucket, mean)
+
+    def _move(self) -> None:
+        frozen = [bucket for bucket in self.buckets if self._frozen(bucket)]
+        self._ratios = dict(zip(map(id, frozen), self._all_ratios(frozen), strict=True))
+        super()._move()
+
+    def _move_frozen(self, bucket: Bucket, directions: list[Tensor]) -> None:
+        plain = torch.stack([u.norm() for u in directions])  # ||u0||
+        self._add_decay(bucket, directions)
+        rho = plain / torch.stack([u.norm() for u in directions])
+        r = self._factors(bucket, self._ratios[id(bucket)], rho)
+        self._shift(bucket, directions, r * bucket.scalars["coefficient"])
+
+    def _all_ratios(self, buckets: list[Bucket]) -> list[Tensor]:
+        """max_j (sqrt(v) + eps) / (sqrt(vf) + eps) of every tensor, (L,) for each bucket."""
+        ratios = [self._own_ratios(bucket) for bucket in buckets]
+        if self._owners is None or not ratios:
+            return ratios
+        sizes = [each.numel() for each in ratios]
+        together = torch.tensor(self.wire.agree(torch.cat(ratios).tolist()), dtype=torch.float32)
+        return [r.to(b.buffer.device) for r, b in zip(together.split(sizes), buckets, strict=True)]
+
+    def _own_ratios(self, bucket: Bucket) -> Tensor:
+        """Over this rank's own values; 0 for a tensor of which it has none."""
+        fresh, frozen = bucket.pieces(bucket.moments["fresh_sq"]), bucket.pieces(bucket.v)
+        none = bucket.buffer.new_zeros(())
         ratios = [
-            ((v.sqrt() + group["eps"]) / (vf.sqrt() + group["eps"])).max()
+            ((v.sqrt() + group["eps"]) / (vf.sqrt() + group["eps"])).max() if len(v) else none
             for v, vf, group in zip(frozen, fresh, bucket.groups, strict=True)
         ]
+        return torch.stack(ratios)
+
+    def _factors(self, bucket: Bucket, ratios: Tensor, rho: Tensor) -> Tensor:
         rho = rho.nan_to_num(1.0).clamp(max=1.0)  # no update at all: nothing to mix
         decayed = torch.tensor([g["weight_decay"] > 0 for g in bucket.groups], device=rho.device)
         rho = torch.where(decayed, rho, 1.0)
-        r = torch.stack(ratios) * rho + 1 - rho
+        r = ratios * rho + 1 - rho
         before = bucket.scalars["factor"]
         r = r.clamp(*self._bounds)
         r = torch.minimum(
@@ -173,7 +183,7 @@ class OneBitLamb(OneBitOptimizer):
             if group["weight_decay"]:
                 u.add_(x, alpha=group["weight_decay"])
 
-    def _move(self, bucket: Bucket, updates: list[Tensor], lengths: Tensor) -> None:
+    def _shift(self, bucket: Bucket, updates: list[Tensor], lengths: Tensor) -> None:
         for at, x, group in self._used(bucket):
             x.sub_(updates[at].mul_(group["lr"] * lengths[at]))
 

@@ -16,13 +16,21 @@ Replicas differ between exchanges: evaluate under `consensus()`, and call `finis
 replica whose own gradient is not finite takes that step with the momentum it has. Errors of the
 first part are in units of gradients and are dropped at the freeze.
 
+[Note: other numbers of workers] anchor, v, L and the step are the same on all replicas, and
+x_i = anchor - U_i / (sqrt(v) + eps). So the mean of the replicas' weights goes with the mean of
+their U_i, and an exchange uses nothing else of them: workers that all start from those means, of
+m_i too, go on from where the old ones stood together. `portable_state_dict` holds the means; the
+weights for it are those under `consensus()`. What is lost is how far the replicas were apart.
+
 Paper: 0/1 Adam, arXiv 2202.06009.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,8 +41,10 @@ from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_count
 from thinwire.optim.flat import Flat
 from thinwire.optim.one_bit import FLOOR, OneBitOptimizer, squared_norm
-from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.optim.stage_settings import CommonStageSettings, spelled_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ZeroOneAdam(OneBitOptimizer):
@@ -49,6 +59,7 @@ class ZeroOneAdam(OneBitOptimizer):
             replica clips by its own norm once steps are local.
     """
 
+    @spelled_out(OneBitOptimizer, CommonStageSettings)
     def __init__(
         self,
         params: ParamsT,
@@ -60,13 +71,14 @@ class ZeroOneAdam(OneBitOptimizer):
         bias_correction: bool = True,
         double_after: int = 16,
         longest: int = 16,
-        freeze_at: int | None = None,
-        clip: float | None = None,
-        dense: Codec | None = None,
-        bucket_mb: float | None = None,
-        overlap: bool = True,
-        group: Group = None,
+        **stages: Unpack[CommonStageSettings],
     ) -> None:
+        for name in ("inside", "shard_state"):
+            if name in stages:
+                raise ValueError(
+                    f"ZeroOneAdam({name}=...): its replicas take steps of their own, for which "
+                    "each needs all of m and v and its own gradients; use OneBitAdam for that"
+                )
         require_count("ZeroOneAdam", "double_after", double_after)
         require_count("ZeroOneAdam", "longest", longest)
         self.double_after, self.longest = double_after, longest
@@ -74,16 +86,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._next_refresh = 1  # the step it happens at, counted from 1
         self._since = 0  # local steps since the last exchange
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults | {"bias_correction": bias_correction},
-            freeze_at=freeze_at,
-            clip=clip,
-            dense=dense,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            group=group,
-        )
+        super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
@@ -118,18 +121,19 @@ class ZeroOneAdam(OneBitOptimizer):
             self.grad_norm = math.nan
             return
         self.steps += 1
-        square = self._clip_mean() if refreshing else 0.0
+        if refreshing:
+            self._clip_mean()
         for bucket in self.buckets:
             self._update(bucket, refreshing)
         if refreshing:
             self.refreshes += 1
             self._next_refresh = self.steps + 2 ** (self.refreshes // self.double_after)
-        if (refreshing and self._settled(square)) or self.steps == self.freeze_at:
+        if (refreshing and self._due()) or self.steps == self.freeze_at:
             self._freeze()
 
-    def _settled(self, square: float) -> bool:
-        lr = max(float(group["lr"]) for group in self.param_groups)
-        return self._rule.observe(square, lr) and self.freeze_at is None
+    def _agreed(self, finite: bool) -> bool:
+        # What arrives in one bit has no zeros: it says nothing of unused parameters.
+        return super()._agreed(finite) if self._refreshing() else finite
 
     def _launch(self, bucket: Bucket) -> None:
         self._unscaled(bucket.take_gradients())
@@ -175,7 +179,7 @@ class ZeroOneAdam(OneBitOptimizer):
             view.add_(group["eps"])
         return torch.div(source, out, out=out).div_(first)
 
-    def _corrections(self, bucket: Bucket) -> tuple[float, float]:
+    def _corrections(self, bucket: Bucket, step: int) -> tuple[float, float]:
         correct = bucket.groups[0]["bias_correction"]
         return 1.0, 1 - bucket.betas[1] ** self.refreshes if correct else 1.0
 
@@ -248,7 +252,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        if self._since == 0 or self.wire.size == 1:
+        if not self.apart:
             yield
             return
         flat = Flat(self._parameters)
@@ -269,13 +273,22 @@ class ZeroOneAdam(OneBitOptimizer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def portable_state_dict(self) -> State:
-        if self._since:
-            raise RuntimeError(
-                "ZeroOneAdam: between two exchanges the replicas differ, and no state is the same "
-                "for all; save state_dict() of each rank, or call finish() first"
-            )
-        return super().portable_state_dict()
+    @property
+    def apart(self) -> bool:
+        """Whether the replicas differ at present: between two exchanges."""
+        return self._since > 0 and self.wire.size > 1
+
+    def _common_entries(self) -> dict[int, dict[str, Tensor]]:
+        """See [Note: other numbers of workers]."""
+        entries = super()._common_entries()
+        if not self.apart:
+            return entries
+        for bucket in self.buckets:
+            for name in ("exp_avg", "update"):
+                mean = self.meeting.mean(bucket.moments[name].clone()).wait()
+                for index, view in zip(bucket.indices, bucket.views(mean), strict=True):
+                    entries[index][name] = view
+        return entries
 
     def _settings(self) -> dict[str, Any]:
         own = {"double_after": self.double_after, "longest": self.longest}

@@ -56,9 +56,13 @@ class OneBitSettings:
 class OneBitAdamSettings(OneBitSettings):
     """1-bit Adam."""
 
+    shard_state: bool = False
+    """Keep on every worker only its share of the moments, at the same traffic, for models whose
+    state does not fit. The one-bit stage is then another method: see docs/methods/one-bit.md."""
+
 
 @dataclass
-class OneBitLambSettings(OneBitSettings):
+class OneBitLambSettings(OneBitAdamSettings):
     """1-bit LAMB."""
 
     min_coefficient: float = 0.01
@@ -89,7 +93,12 @@ def build_lamb(inner: torch.optim.Optimizer, settings: LambSettings) -> Lamb:
 def build_adam(
     inner: torch.optim.Optimizer, settings: OneBitAdamSettings, group: Group
 ) -> OneBitOptimizer:
-    return OneBitAdam(_groups(inner, "one-bit-adam"), group=group, **_shared(settings))
+    return OneBitAdam(
+        _groups(inner, "one-bit-adam"),
+        group=group,
+        shard_state=settings.shard_state,
+        **_shared(settings),
+    )
 
 
 def build_one_bit_lamb(
@@ -100,6 +109,7 @@ def build_one_bit_lamb(
         coefficient=(settings.min_coefficient, settings.max_coefficient),
         factor_threshold=settings.factor_threshold,
         group=group,
+        shard_state=settings.shard_state,
         **_shared(settings),
     )
 
@@ -164,24 +174,33 @@ class OneBitReplica(Replica):
 
 
 class ZeroOneReplica(OneBitReplica):
-    """0/1 Adam: replicas take local steps between two exchanges, so each is saved by itself."""
+    """0/1 Adam: between two exchanges replicas differ, and each keeps a state of its own beside the
+    means, from which another number of workers goes on."""
 
     replicated = False
+    optimizer: ZeroOneAdam
 
     @property
     def averages_gradients(self) -> bool:
         return False  # at some of the steps alone, ever more rarely
 
     def state(self) -> tuple[State, State]:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return {}, state
+        with self.consensus():
+            model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        shared = {
+            "model": model,
+            "optimizer": self.optimizer.common_state(),
+            "errors": self.optimizer.portable_errors(),
+        }
+        if not self.optimizer.apart:
+            return shared, {"errors": self.optimizer.own_errors()}
+        private = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return shared, private
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
-        if not same_replicas:
-            raise UsageError(
-                "zero-one-adam keeps a state of its own on every replica: resume it on as many "
-                "workers as saved it"
-            )
+        if not same_replicas or "optimizer" not in private:
+            super().load_state(shared, private, same_replicas=same_replicas)
+            return
         load_model_state(self.model, private["model"])
         self.optimizer.load_state_dict(private["optimizer"])
 

@@ -7,6 +7,9 @@
 All ranks decode the same bytes, so they hold the same bits. A rank sends 2 (n - 1) payloads of
 N / n values: the traffic of a ring all-reduce, at the codec's width. Error feedback acts on both
 encodings.
+
+Rank j is the *owner* of part j. It may make something else of the average before it shares it out:
+an optimizer whose state is spread over the ranks makes a step of a gradient there.
 """
 
 from collections.abc import Callable
@@ -20,10 +23,16 @@ from thinwire.wire.codecs import Codec, ErrorFeedback
 from thinwire.wire.collectives import Started
 
 Settle = Callable[[Started], None]
+Owner = Callable[[Tensor], Tensor]
+"""The average of one's own part -> what is shared out in its place; it may overwrite the first."""
 
 
 def compressed_mean(
-    flat: Tensor, codec: Codec | ErrorFeedback, group: ProcessGroup, finish: Settle
+    flat: Tensor,
+    codec: Codec | ErrorFeedback,
+    group: ProcessGroup,
+    finish: Settle,
+    owner: Owner | None = None,
 ) -> tuple[Started, Callable[[], None]]:
     """Runs up to the launch of the second phase; `finish` blocks until a phase has arrived.
 
@@ -37,7 +46,10 @@ def compressed_mean(
     received = torch.empty_like(sent)
     finish(collectives.all_to_all(received, sent, group))
 
-    mean = _decoded_mean(plain, received, part, own_part(plain, flat.numel(), size, rank))
+    own = own_slice(flat.numel(), part, rank)
+    mean = decoded_mean(plain, received, part, torch.empty_like(flat[own]))
+    if owner is not None:
+        mean = owner(mean)
     encoded = _encode(codec, mean, 1, part, side="owner")  # (1, bytes)
     started = collectives.all_gather(received, encoded, group)
 
@@ -47,10 +59,20 @@ def compressed_mean(
     return started, land
 
 
-def own_part(codec: Codec, numel: int, size: int, rank: int) -> int:
-    """How many of `numel` values rank `rank` owns, padding left out."""
-    part = codec.part(numel, size)
-    return max(0, min(numel - rank * part, part))
+def own_slice(numel: int, part: int, rank: int) -> slice:
+    """Which of `numel` values rank `rank` owns, in parts of `part`; the last are short or empty."""
+    start = min(numel, rank * part)
+    return slice(start, min(numel, start + part))
+
+
+def decoded_mean(codec: Codec, payloads: Tensor, part: int, out: Tensor) -> Tensor:
+    """Worker by worker, in rank order: one part of temporary memory, and one order of summation."""
+    count = payloads.shape[0]
+    values = torch.empty_like(out)
+    out.zero_()
+    for row in range(count):
+        out.add_(codec.decode(payloads[row : row + 1], part, values))
+    return out.div_(count)
 
 
 def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, side: str) -> Tensor:
@@ -58,13 +80,3 @@ def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, si
         return codec.encode(x, rows, part)
     memory = codec.worker if side == "worker" else codec.owner
     return memory.encode(codec.codec, x, rows, part, codec.decay)
-
-
-def _decoded_mean(codec: Codec, payloads: Tensor, part: int, own: int) -> Tensor:
-    """Worker by worker, in rank order: one part of temporary memory, and one order of summation."""
-    count = payloads.shape[0]
-    mean = torch.zeros(own, device=payloads.device)
-    values = torch.empty_like(mean)
-    for row in range(count):
-        mean.add_(codec.decode(payloads[row : row + 1], part, values))
-    return mean.div_(count)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, ErrorFeedback
 from thinwire.wire.collectives import Started
-from thinwire.wire.compressed_mean import Settle, compressed_mean
+from thinwire.wire.compressed_mean import Owner, Settle, compressed_mean, decoded_mean, own_slice
 from thinwire.wire.flight import all_finite
 
 Land = Callable[[], None]
@@ -36,10 +36,14 @@ def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Issue
 
 
 def two_phase_mean(
-    buffer: Tensor, codec: Codec | ErrorFeedback, group: ProcessGroup, finish: Settle
+    buffer: Tensor,
+    codec: Codec | ErrorFeedback,
+    group: ProcessGroup,
+    finish: Settle,
+    owner: Owner | None = None,
 ) -> Issued:
     """`finish` blocks the issuing lane until the first phase has arrived."""
-    started, decode = compressed_mean(buffer, codec, group, finish)
+    started, decode = compressed_mean(buffer, codec, group, finish, owner)
 
     def land() -> None:
         decode()
@@ -90,9 +94,33 @@ def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> 
     return collectives.all_reduce(buffer, group, op), lambda: None
 
 
-def gather(rows: Tensor, own: Tensor, group: ProcessGroup) -> Issued:
+def gather_rows(rows: Tensor, own: Tensor, group: ProcessGroup) -> Issued:
     sent = own.to(rows.device)
     return collectives.all_gather(rows, sent, group), lambda: _arrived(sent)
+
+
+def scatter_mean(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Issued:
+    """The first phase of a mean alone; only the rank's own part of the buffer gets a result."""
+    sent = codec.encode(buffer, group.size(), part)
+    received = torch.empty_like(sent)
+    own = buffer[own_slice(buffer.numel(), part, group.rank())]
+
+    def land(_in_use: Tensor = sent) -> None:
+        decoded_mean(codec, received, part, own)
+
+    return collectives.all_to_all(received, sent, group), land
+
+
+def gather(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Issued:
+    """The second phase of a mean alone: everybody's own part."""
+    own = buffer[own_slice(buffer.numel(), part, group.rank())]
+    sent = codec.encode(own, 1, part)
+    received = torch.empty(group.size(), sent.shape[1], dtype=torch.uint8, device=buffer.device)
+
+    def land(_in_use: Tensor = sent) -> None:
+        codec.decode(received, part, buffer)
+
+    return collectives.all_gather(received, sent, group), land
 
 
 def _arrived(_payload: Tensor) -> None:

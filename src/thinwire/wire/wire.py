@@ -20,7 +20,7 @@ from thinwire.wire.carrier import Carrier
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
 from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part
-from thinwire.wire.compressed_mean import own_part
+from thinwire.wire.compressed_mean import Owner, own_slice
 from thinwire.wire.flight import Flight
 
 AnyCodec = Codec | ErrorFeedback
@@ -75,23 +75,32 @@ class Wire:
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def mean(self, flat: Tensor, codec: AnyCodec | None = None) -> Flight:
-        """The mean of `flat` over the ranks, into `flat`, the same bits everywhere."""
+    def mean(
+        self, flat: Tensor, codec: AnyCodec | None = None, *, owner: Owner | None = None
+    ) -> Flight:
+        """The mean of `flat` over the ranks, into `flat`, the same bits everywhere.
+
+        `owner` is called with the mean of this rank's own part, in a thread of the wire; what it
+        returns goes to everybody in place of the mean. The parts are those of `codec`.
+        """
         self._require_open()
         require_flat(flat)
         codec = _checked(codec, flat)
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
+            if owner is not None and flat.numel():
+                flat.copy_(owner(flat))
             return Flight(flat, self.account)
         group = carrier.group
-        if isinstance(codec, Dense) and codec.summable:
+        if isinstance(codec, Dense) and codec.summable and owner is None:
             return carrier.launch(flat, lambda b: transfers.dense_mean(b, codec.dtype, group))
         if isinstance(codec, ErrorFeedback):
             # Refused here, where all ranks are at the same call, and not in a lane, where it would
             # depend on what has arrived.
-            codec.take_off(flat.numel(), own_part(codec.codec, flat.numel(), self.size, self.rank))
+            own = own_slice(flat.numel(), codec.codec.part(flat.numel(), self.size), self.rank)
+            codec.take_off(flat.numel(), own.stop - own.start)
         flight = carrier.launch(
-            flat, lambda b: transfers.two_phase_mean(b, codec, group, carrier.finish_phase)
+            flat, lambda b: transfers.two_phase_mean(b, codec, group, carrier.finish_phase, owner)
         )
         if isinstance(codec, ErrorFeedback):
             flight._when_settled(codec.touch_down)
@@ -170,18 +179,36 @@ class Wire:
             return Flight(flat, self.account)
         return carrier.launch(flat, lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group))
 
-    def gather(self, flat: Tensor) -> Flight:
-        """Every rank's share of `flat`, cut into as many equal parts as ranks, into `flat`: rank i
-        gives part i."""
+    def scatter_mean(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
+        """The mean over the ranks of this rank's own part of `flat`, into that part.
+
+        Rank i owns the i-th `part` values. The rest of `flat` is left as it was.
+        """
         self._require_open()
-        require_flat(flat)
-        if flat.numel() % self.size:
-            raise ValueError(f"gather of {flat.numel()} values, not a multiple of {self.size}")
+        use = self._checked_parts("scatter_mean", flat, part, codec)
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
-        own = flat.view(self.size, -1)[self.rank].clone()
-        return carrier.launch(flat, lambda b: transfers.gather(b, own, carrier.group))
+        return carrier.launch(flat, lambda b: transfers.scatter_mean(b, use, part, carrier.group))
+
+    def gather(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
+        """Every rank's own part of `flat`, into `flat`; the parts are those of `scatter_mean`."""
+        self._require_open()
+        use = self._checked_parts("gather", flat, part, codec)
+        carrier = self._carrier
+        if carrier is None or flat.numel() == 0:
+            return Flight(flat, self.account)
+        return carrier.launch(flat, lambda b: transfers.gather(b, use, part, carrier.group))
+
+    def _checked_parts(self, name: str, flat: Tensor, part: int, codec: Codec | None) -> Codec:
+        require_flat(flat)
+        use = _stateless(codec, flat)
+        if part * self.size < flat.numel() or part % use.alignment(flat.numel(), self.size):
+            raise ValueError(
+                f"{name} of {flat.numel()} values over {self.size} ranks takes parts of at least "
+                f"{use.part(flat.numel(), self.size)}, got {part}"
+            )
+        return use
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
@@ -194,7 +221,7 @@ class Wire:
         framed = len(payload).to_bytes(8, "little") + payload
         own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         rows = torch.empty(self.size, own.numel(), dtype=torch.uint8)
-        carrier.launch(rows, lambda b: transfers.gather(b, own, carrier.group)).wait()
+        carrier.launch(rows, lambda b: transfers.gather_rows(b, own, carrier.group)).wait()
         texts = [row.numpy().tobytes() for row in rows]
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 

@@ -115,14 +115,18 @@ def test_saved_and_loaded_memory_goes_on_bit_for_bit(ranks) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def foreign_state() -> None:
+def foreign_state() -> str:
     tw.init()
     wire = tw.Wire()
     codec = ErrorFeedback(Int4())
     codec.load_state_dict({"worker": torch.zeros(1000), "owner": torch.zeros(1000)})
-    with pytest.raises(ValueError, match="as many ranks as saved it"):
+    with pytest.raises(ValueError, match="as many ranks as saved it") as refused:
         wire.mean(values(0), codec)
+    assert wire.account.transfers == 0, "before anything is sent"
+    return str(refused.value)
 
 
 def test_the_memory_of_another_number_of_ranks_is_refused(ranks) -> None:
-    ranks(2, foreign_state)
+    first, second = ranks(2, foreign_state)
+    assert "keeps the owner error of 1000 values and was given 512" in first
+    assert "keeps the owner error of 1000 values and was given 488" in second
