@@ -73,7 +73,7 @@ def parts(numel: int, codec: Codec) -> list[Tensor]:
 
 @pytest.mark.parametrize("codec", [Dense(), Dense(torch.bfloat16), Int8()], ids=repr)
 def test_the_phases_of_a_mean_alone(ranks, codec: Codec) -> None:
-    n, tolerance = 3, {"rtol": 0.02, "atol": 0.03} if codec != Dense() else {}
+    n, tolerance = 3, {"rtol": 0.02, "atol": 0.06} if codec != Dense() else {}
     for numel in (1, 40001):
         part = 256 * -(-numel // (256 * n))
         answers = ranks(n, parts, numel, codec)

@@ -276,10 +276,10 @@ class BucketedOptimizer(WireOptimizer):
                 side: None if error is None else error.to(bucket.buffer.device, copy=True)
                 for side, error in saved.items()
             }
-            if ranks == 0 and copies["worker"] is not None:
-                worker = self._sent(copies["worker"])
-                owner = self._own_slice(bucket, self._sent(copies["owner"]))
-                copies = {"worker": worker.clone(), "owner": owner.clone()}
+            worker, owner = copies["worker"], copies["owner"]
+            if ranks == 0 and worker is not None and owner is not None:
+                mine = self._own_slice(bucket, self._sent(owner))
+                copies = {"worker": self._sent(worker).clone(), "owner": mine.clone()}
             bucket.feedback.load_state_dict(copies)
 
     def _layout(self) -> int | list[int]:
