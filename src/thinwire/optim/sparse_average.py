@@ -168,9 +168,7 @@ class SparseAverage(WrappingOptimizer):
         could be used any more, by anybody.
         """
         scaled = getattr(self, "found_inf", None) is not None  # then GradScaler has looked
-        if scaled or self._finite_gradients():
-            self._inner_step()
-        else:
+        if not ((scaled or self._finite_gradients()) and self._inner_step()):
             self.account.skipped += 1
 
     def _launch(self) -> None:
