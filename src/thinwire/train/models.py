@@ -238,8 +238,10 @@ def model_settings(model: Stack, name: str) -> dict[str, Any]:
 
 
 def model_from_settings(settings: Mapping[str, Any]) -> GPT:
-    """The model that `model_settings` described, with fresh weights."""
+    """The model that `model_settings` described, with fresh weights. What an older version did not
+    write has its default."""
+    names = {field.name for field in fields(GPTConfig)}
     try:
-        return GPT(GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)}))
-    except (KeyError, TypeError) as error:
+        return GPT(GPTConfig(**{key: value for key, value in settings.items() if key in names}))
+    except TypeError as error:
         raise UsageError(f"these are not the settings of a thinwire model: {error}") from None
