@@ -103,7 +103,7 @@ def counted(numel: int) -> list[int]:
 def test_bytes_are_what_the_algorithm_sends(ranks, n: int) -> None:
     numel = 30_000
     part = -(-numel // n)
-    blocks8, blocks4 = -(-part // 256), 2 * -(-part // 256)  # of 256 and of 128 values
+    blocks8, blocks4 = -(-part // 256), -(-part // 128)
     expected = [
         2 * (n - 1) * numel * 4 // n,
         2 * (n - 1) * part * 2,
