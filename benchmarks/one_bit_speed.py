@@ -24,13 +24,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Build, Contender, race  # isort: skip
+from side_by_side import Build, Contender, in_lab, method, race  # isort: skip
 
 import thinwire as tw
-from thinwire.lab import Lab, Link
+from thinwire.lab import Link
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import DataConfig
-from thinwire.train.methods import find_method
 from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
 from thinwire.wire.world import current
@@ -39,12 +38,6 @@ MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", "1ms"
 TARGET = 0.92
 FROZEN = 2  # dense steps: v need not be good, only frozen
 ONE_BUCKET = 1000  # MB
-
-
-def method(name: str, **settings: object) -> Build:
-    """A method of the trainer, with some of its flags set."""
-    entry = find_method(name)
-    return lambda model, inner: entry.build(model, inner, entry.settings(**settings), None)
 
 
 def powersgd(model: GPT, inner: torch.optim.Optimizer) -> Replica:
@@ -113,17 +106,9 @@ def main() -> None:
 
 
 def measure(workers: int, quick: bool) -> dict[str, dict[str, float]]:
-    lines: list[str] = []
-    with Lab(workers, Link.of(RATE, delay=DELAY)) as lab:
-        lab.check()
-        command = [sys.executable, str(Path(__file__).resolve()), "1" if quick else "4"]
-        command += ["quick"] if quick else []
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit(str(outcome))
-    figures: dict[str, dict[str, float]] = json.loads(
-        next(line for line in lines if line.startswith("{"))
-    )
+    arguments = ["1", "quick"] if quick else ["4"]
+    figures: dict[str, dict[str, float]]
+    figures, _ = in_lab(__file__, arguments, workers, Link.of(RATE, delay=DELAY))
     return figures
 
 

@@ -28,13 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 import one_bit_learning as learning  # isort: skip
 from one_bit_learning import ACCUMULATE, CONTEXT, MICRO, REPLICAS, Run  # isort: skip
-from side_by_side import Build, Contender, race  # isort: skip
+from side_by_side import Build, Contender, in_lab, method, race  # isort: skip
 
 import thinwire as tw
-from thinwire.lab import Lab, Link
+from thinwire.lab import Link
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import Batches, DataConfig
-from thinwire.train.methods import find_method
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.one_bit_methods import LambSettings, build_lamb
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
@@ -86,29 +85,18 @@ def dense(lamb: bool, sixteen: bool) -> Build:
     return build
 
 
-def method(name: str, freeze_at: int) -> Build:
-    entry = find_method(name)
-    settings = entry.settings(freeze_at=freeze_at)
-    return lambda model, inner: entry.build(model, inner, settings, None)
-
-
 def contenders(timed: int) -> list[Contender]:
     never = 10**6
-    chosen = [Accumulated("none", find_none(), 1, timed)]
+    chosen = [Accumulated("none", method("none"), 1, timed)]
     for name in BASELINES:
         chosen += [
-            Accumulated(f"{name}, warm-up", method(name, never), 2, timed),
-            Accumulated(f"{name}, compressed", method(name, FROZEN), FROZEN + 2, timed),
+            Accumulated(f"{name}, warm-up", method(name, freeze_at=never), 2, timed),
+            Accumulated(f"{name}, compressed", method(name, freeze_at=FROZEN), FROZEN + 2, timed),
         ]
     for lamb, sixteen in itertools.product((True, False), (False, True)):
         label = f"{'lamb' if lamb else 'adamw'}, ddp{' 16 bit' if sixteen else ''}"
         chosen.append(Accumulated(label, dense(lamb, sixteen), 2, timed))
     return chosen
-
-
-def find_none() -> Build:
-    entry = find_method("none")
-    return lambda model, inner: entry.build(model, inner, entry.settings(), None)
 
 
 def worker(repetitions: int, timed: int) -> None:
@@ -146,17 +134,9 @@ def main() -> None:
 
 
 def measure(quick: bool) -> dict[str, dict[str, float]]:
-    lines: list[str] = []
-    with Lab(REPLICAS, Link.of(RATE, delay=DELAY)) as lab:
-        lab.check()
-        command = [sys.executable, str(Path(__file__).resolve())]
-        command += ["1", "2"] if quick else ["4", "8"]
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit(str(outcome))
-    figures: dict[str, dict[str, float]] = json.loads(
-        next(line for line in lines if line.startswith("{"))
-    )
+    turns = ["1", "2"] if quick else ["4", "8"]
+    figures: dict[str, dict[str, float]]
+    figures, _ = in_lab(__file__, turns, REPLICAS, Link.of(RATE, delay=DELAY))
     return figures
 
 

@@ -21,25 +21,18 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Build, Contender, race  # isort: skip
+from side_by_side import Contender, in_lab, method, race  # isort: skip
 
 import thinwire as tw
-from thinwire.lab import Lab, Link
+from thinwire.lab import Link
 from thinwire.optim.auto_period import PROBE_STEPS
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import DataConfig
-from thinwire.train.methods import find_method
 from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
 from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, EVERY = "gpt-3m", 8, 128, 8
-
-
-def method(name: str, **settings: object) -> Build:
-    """A method of the trainer, with some of its flags set."""
-    entry = find_method(name)
-    return lambda model, inner: entry.build(model, inner, entry.settings(**settings), None)
 
 
 def post_local_sgd(model: GPT, inner: torch.optim.Optimizer) -> Replica:
@@ -111,16 +104,10 @@ def main() -> None:
     quick = given.quick
     efficiency, sizes = {}, {}
     for rate in [given.rate or "100mbit"] if quick or given.rate else RATES:
-        lines: list[str] = []
-        with Lab(2, Link.of(rate, delay="1ms")) as lab:
-            lab.check()
-            command = [sys.executable, str(Path(__file__).resolve()), rate, "2" if quick else "4"]
-            outcome = lab.start(command, sink=lambda line, to=lines: to.append(line.text)).wait()
-        if outcome.code:
-            sys.exit(str(outcome))
-        answer = json.loads(next(line for line in lines if line.startswith("{")))
+        link = Link.of(rate, delay="1ms")
+        answer, notes = in_lab(__file__, [rate, "2" if quick else "4"], 2, link)
         efficiency[rate], sizes = answer["figures"], sizes | answer["memory"]
-        show(rate, answer["figures"], [line for line in lines if not line.startswith("{")])
+        show(rate, answer["figures"], notes)
     for name, size in sizes.items():
         print(f"outer state of {name}: {size:g} bytes per parameter")
     print(json.dumps({"efficiency": efficiency, "outer_bytes_per_parameter": sizes}))

@@ -11,16 +11,22 @@ tokens/s over those of `none`, measured in the same way in the same run.
 """
 
 import itertools
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from thinwire.lab import Lab, Link
 from thinwire.optim import LocalUpdates, SparseAverage
 from thinwire.train.corpus import Corpus
 from thinwire.train.data import Batches
+from thinwire.train.methods import find_method
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.train.replica import Replica
@@ -28,6 +34,25 @@ from thinwire.wire import Flight, World
 from thinwire.wire.wire import Wire
 
 Build = Callable[[GPT, torch.optim.Optimizer], Replica]
+
+
+def method(name: str, **settings: object) -> Build:
+    """A method of the trainer, with some of its flags set."""
+    entry = find_method(name)
+    return lambda model, inner: entry.build(model, inner, entry.settings(**settings), None)
+
+
+def in_lab(script: str, arguments: list[str], hosts: int, link: Link) -> tuple[Any, list[str]]:
+    """Runs a benchmark's worker on emulated hosts: what it printed as JSON, and its other lines."""
+    lines: list[str] = []
+    with Lab(hosts, link) as lab:
+        lab.check()
+        command = [sys.executable, str(Path(script).resolve()), *arguments]
+        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
+    if outcome.code:
+        sys.exit("\n".join([*lines, str(outcome)]))
+    answer = next(line for line in lines if line.startswith("{"))
+    return json.loads(answer), [line for line in lines if line != answer]
 
 
 @dataclass

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from overlap import method  # isort: skip
-from side_by_side import Contender, race  # isort: skip
+from side_by_side import Contender, in_lab, method, race  # isort: skip
 
 import thinwire as tw
-from thinwire.lab import Lab, Link
+from thinwire.lab import Link
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import DataConfig
 from thinwire.wire.world import current
@@ -73,15 +72,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rate", default=RATE)
     given = parser.parse_args()
-    lines: list[str] = []
-    with Lab(2, Link.of(given.rate, delay="1ms")) as lab:
-        lab.check()
-        turns = ["2", "8"] if given.quick else ["4", "16"]
-        command = [sys.executable, str(Path(__file__).resolve()), *turns]
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit("\n".join([*lines, str(outcome)]))
-    figures = json.loads(next(line for line in lines if line.startswith("{")))
+    turns = ["2", "8"] if given.quick else ["4", "16"]
+    figures, _ = in_lab(__file__, turns, 2, Link.of(given.rate, delay="1ms"))
     print(f"2 workers, {MODEL}, {given.rate}, delay {DELAY} steps")
     print(f"  {'method':20}{'ms/step':>10}{'efficiency':>12}{'exposed ms':>12}{'MB/step':>10}")
     for name, f in figures.items():

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from overlap import method  # isort: skip
+from side_by_side import method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Lab, Link
