@@ -73,6 +73,7 @@ class Bucket:
         """Moments made while the bucket was in the air, for those held by the same name."""
         self.reset_feedback()
         self.flight: Flight | None = None
+        self._roots: tuple[list[float], Tensor] | None = None
         self._seen: list[tuple[int, int]] | None = None
 
     @property
@@ -104,6 +105,16 @@ class Bucket:
         self.moments[name] = torch.zeros_like(self.mine)
         return self.moments[name]
 
+    def roots(self) -> Tensor:
+        """sqrt(v) + eps of a variance that is frozen: made once, for as long as eps stays."""
+        wanted = [group["eps"] for group in self.groups]
+        if self._roots is None or self._roots[0] != wanted:
+            roots = self.v.sqrt()
+            for piece, eps in zip(self.pieces(roots), wanted, strict=True):
+                piece.add_(eps)
+            self._roots = wanted, roots
+        return self._roots[1]
+
     def new_scalar(self, name: str, value: float) -> Tensor:
         count = len(self.parameters)
         self.scalars[name] = torch.full((count,), value, device=self.buffer.device)
@@ -129,6 +140,7 @@ class Bucket:
 
     def adopt(self, index: int, saved: Mapping[str, Tensor]) -> None:
         """Takes over what was kept for a whole parameter elsewhere, as far as it is kept here."""
+        self._roots = None
         at = self.indices.index(index)
         begins = sum(self.flat.sizes[:at])
         for name, value in saved.items():

@@ -183,8 +183,7 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _payload(self, bucket: Bucket) -> None:
         """This rank's gradient is in the buffer; what is to be averaged takes its place."""
-        b1 = bucket.betas[0]
-        bucket.buffer.mul_(1 - b1).add_(bucket.m, alpha=b1)
+        bucket.buffer.lerp_(bucket.m, bucket.betas[0])
 
     def _learn_frozen(self, bucket: Bucket) -> None:
         """The mean of the payloads is in the buffer."""
@@ -246,6 +245,9 @@ class OneBitOptimizer(BucketedOptimizer):
     def _direct(self, bucket: Bucket, m: Tensor, out: Tensor, step: int) -> Tensor:
         """m̂ / (sqrt(v̂) + eps) of this rank's own values."""
         first, second = self._corrections(bucket, step)
+        if self._frozen(bucket):
+            zero = out.new_zeros(())
+            return torch.addcdiv(zero, m, bucket.roots(), value=1 / first, out=out)
         torch.sqrt(bucket.v, out=out)
         if second != 1.0:
             out.div_(math.sqrt(second))

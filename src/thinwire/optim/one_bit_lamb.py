@@ -76,6 +76,7 @@ class OneBitLamb(OneBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
         self._b3, self._bounds, self._threshold = coefficient_beta, factor, factor_threshold
+        self._ratios: dict[int, Tensor] = {}  # of this step, by the bucket's id
         super().__init__(params, defaults, **stages)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
@@ -123,9 +124,10 @@ class OneBitLamb(OneBitOptimizer):
         (b1, b2), new, m = bucket.betas, bucket.buffer, bucket.m
         for view, k in zip(bucket.views(new), bucket.scalars["scale"], strict=True):
             view.div_(k)
-        m.mul_(-b1).add_(new).div_(1 - b1)  # the gradient
-        bucket.moments["fresh_sq"].mul_(b2).addcmul_(m, m, value=1 - b2)
+        torch.sub(new, m, alpha=b1, out=m)  # the gradient, times 1-b1
+        bucket.moments["fresh_sq"].mul_(b2).addcmul_(m, m, value=(1 - b2) / (1 - b1) ** 2)
         m.copy_(new)
+        self._ratios[id(bucket)] = self._own_ratios(bucket, scratch=new)
 
     def _make_direction(self, step: int, bucket: Bucket, mean: Tensor) -> Tensor:
         b2 = bucket.betas[1]
@@ -134,8 +136,8 @@ class OneBitLamb(OneBitOptimizer):
         return super()._make_direction(step, bucket, mean)
 
     def _move(self) -> None:
-        frozen = [bucket for bucket in self.buckets if self._frozen(bucket)]
-        self._ratios = dict(zip(map(id, frozen), self._all_ratios(frozen), strict=True))
+        if self._owners is not None:
+            self._share_ratios([bucket for bucket in self.buckets if self._frozen(bucket)])
         super()._move()
 
     def _move_frozen(self, bucket: Bucket, directions: list[Tensor]) -> None:
@@ -145,24 +147,25 @@ class OneBitLamb(OneBitOptimizer):
         r = self._factors(bucket, self._ratios[id(bucket)], rho)
         self._shift(bucket, directions, r * bucket.scalars["coefficient"])
 
-    def _all_ratios(self, buckets: list[Bucket]) -> list[Tensor]:
-        """max_j (sqrt(v) + eps) / (sqrt(vf) + eps) of every tensor, (L,) for each bucket."""
-        ratios = [self._own_ratios(bucket) for bucket in buckets]
-        if self._owners is None or not ratios:
-            return ratios
-        sizes = [each.numel() for each in ratios]
-        together = torch.tensor(self.wire.agree(torch.cat(ratios).tolist()), dtype=torch.float32)
-        return [r.to(b.buffer.device) for r, b in zip(together.split(sizes), buckets, strict=True)]
+    def _share_ratios(self, buckets: list[Bucket]) -> None:
+        """With shards a rank knows those of its own values."""
+        if not buckets:
+            return
+        own = [self._own_ratios(bucket, torch.empty_like(bucket.v)) for bucket in buckets]
+        values = self.wire.agree(torch.cat(own).tolist())
+        together = torch.tensor(values, dtype=torch.float32).split([r.numel() for r in own])
+        for bucket, ratios in zip(buckets, together, strict=True):
+            self._ratios[id(bucket)] = ratios.to(bucket.buffer.device)
 
-    def _own_ratios(self, bucket: Bucket) -> Tensor:
-        """Over this rank's own values; 0 for a tensor of which it has none."""
-        fresh, frozen = bucket.pieces(bucket.moments["fresh_sq"]), bucket.pieces(bucket.v)
-        none = bucket.buffer.new_zeros(())
-        ratios = [
-            ((v.sqrt() + group["eps"]) / (vf.sqrt() + group["eps"])).max() if len(v) else none
-            for v, vf, group in zip(frozen, fresh, bucket.groups, strict=True)
-        ]
-        return torch.stack(ratios)
+    def _own_ratios(self, bucket: Bucket, scratch: Tensor) -> Tensor:
+        """max_j (sqrt(v) + eps) / (sqrt(vf) + eps) of every tensor, (L,), over this rank's own
+        values; 0 for a tensor of which it has none."""
+        torch.sqrt(bucket.moments["fresh_sq"], out=scratch)
+        for piece, group in zip(bucket.pieces(scratch), bucket.groups, strict=True):
+            piece.add_(group["eps"])
+        torch.div(bucket.roots(), scratch, out=scratch)
+        none = scratch.new_zeros(())
+        return torch.stack([p.amax() if p.numel() else none for p in bucket.pieces(scratch)])
 
     def _factors(self, bucket: Bucket, ratios: Tensor, rho: Tensor) -> Tensor:
         rho = rho.nan_to_num(1.0).clamp(max=1.0)  # no update at all: nothing to mix
@@ -185,7 +188,7 @@ class OneBitLamb(OneBitOptimizer):
 
     def _shift(self, bucket: Bucket, updates: list[Tensor], lengths: Tensor) -> None:
         for at, x, group in self._used(bucket):
-            x.sub_(updates[at].mul_(group["lr"] * lengths[at]))
+            x.addcmul_(updates[at], lengths[at], value=-float(group["lr"]))
 
     def _scalar(self, bucket: Bucket, name: str, start: float) -> Tensor:
         held = bucket.scalars.get(name)

@@ -171,6 +171,9 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _scaled(self, bucket: Bucket, source: Tensor, first: float, second: float) -> Tensor:
         """source / first / (sqrt(v / second) + eps), into the buffer; `source` may not be it."""
+        if self.compressing:
+            zero, out = source.new_zeros(()), bucket.buffer
+            return torch.addcdiv(zero, source, bucket.roots(), value=1 / first, out=out)
         out = torch.div(bucket.v, second, out=bucket.buffer)
         if not self.compressing and self.steps > self.double_after:  # one-bit gradients meet v
             out.clamp_(min=FLOOR * float(out.mean()))
@@ -198,7 +201,9 @@ class ZeroOneAdam(OneBitOptimizer):
         factor = self._own_factor()
         for bucket in self.buckets:
             if factor is not None:
-                self._unscaled(bucket.take_gradients()).mul_(factor)
+                self._unscaled(bucket.take_gradients())
+                if factor != 1.0:
+                    bucket.buffer.mul_(factor)
                 bucket.m.lerp_(bucket.buffer, 1 - bucket.betas[0])
             self._move_alone(bucket)
         self._since += 1

@@ -12,6 +12,7 @@ Rank j is the *owner* of part j. It may make something else of the average befor
 an optimizer whose state is spread over the ranks makes a step of a gradient there.
 """
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,7 @@ def compressed_mean(
     finish(collectives.all_to_all(received, sent, group))
 
     own = own_slice(flat.numel(), part, rank)
-    mean = decoded_mean(plain, received, part, torch.empty_like(flat[own]))
+    mean = decoded_mean(plain, received, part, _scratch.take(flat[own], "mean"))
     if owner is not None:
         mean = owner(mean)
     encoded = _encode(codec, mean, 1, part, side="owner")  # (1, bytes)
@@ -67,12 +68,28 @@ def own_slice(numel: int, part: int, rank: int) -> slice:
 
 def decoded_mean(codec: Codec, payloads: Tensor, part: int, out: Tensor) -> Tensor:
     """Worker by worker, in rank order: one part of temporary memory, and one order of summation."""
-    count = payloads.shape[0]
-    values = torch.empty_like(out)
-    out.zero_()
-    for row in range(count):
+    values = _scratch.take(out, "values")
+    codec.decode(payloads[:1], part, out)
+    for row in range(1, payloads.shape[0]):
         out.add_(codec.decode(payloads[row : row + 1], part, values))
-    return out.div_(count)
+    return out.div_(payloads.shape[0])
+
+
+class _Scratch(threading.local):
+    """Buffers that all means of one thread use in turn. New ones would be new pages from the kernel
+    for every bucket of every step, which costs several times what is done with them."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+    def take(self, like: Tensor, use: str) -> Tensor:
+        key = use, like.device, like.dtype
+        if key not in self._held or self._held[key].numel() < like.numel():
+            self._held[key] = torch.empty_like(like)
+        return self._held[key][: like.numel()]
+
+
+_scratch = _Scratch()
 
 
 def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, side: str) -> Tensor:
