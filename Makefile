@@ -24,6 +24,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

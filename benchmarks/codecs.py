@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -36,8 +37,8 @@ def main() -> None:
     for name, codec in CODECS.items():
         part = codec.part(numel, 1)
         payload = codec.encode(x, 1, part)
-        jobs[f"{name} encode"] = lambda c=codec, p=part: c.encode(x, 1, p)
-        jobs[f"{name} decode"] = lambda c=codec, p=part, b=payload: c.decode(b, p, out)
+        jobs[f"{name} encode"] = partial(codec.encode, x, 1, part)
+        jobs[f"{name} decode"] = partial(codec.decode, payload, part, out)
     times = take_turns(jobs, turns)
     copy = times["copy"]
     print(f"{numel:,} float32, one thread; copy {copy * 1e3:.1f} ms (median of {turns})")

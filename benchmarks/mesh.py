@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     both = given.quality == given.time
-    found = {}
+    found: dict[str, object] = {}
     if both or given.quality:
         found["quality"] = quality(1 if given.quick else given.seeds, given.quick)
     if both or given.time:

@@ -87,7 +87,7 @@ def dense(lamb: bool, sixteen: bool) -> Build:
 
 def contenders(timed: int) -> list[Contender]:
     never = 10**6
-    chosen = [Accumulated("none", method("none"), 1, timed)]
+    chosen: list[Contender] = [Accumulated("none", method("none"), 1, timed)]
     for name in BASELINES:
         chosen += [
             Accumulated(f"{name}, warm-up", method(name, freeze_at=never), 2, timed),

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -102,7 +103,8 @@ def main() -> None:
     parser.add_argument("--rate", choices=RATES, help="this rate only")
     given = parser.parse_args()
     quick = given.quick
-    efficiency, sizes = {}, {}
+    efficiency: dict[str, Any] = {}
+    sizes: dict[str, float] = {}
     for rate in [given.rate or "100mbit"] if quick or given.rate else RATES:
         link = Link.of(rate, delay="1ms")
         answer, notes = in_lab(__file__, [rate, "2" if quick else "4"], 2, link)

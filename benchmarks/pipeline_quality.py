@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ QUICK = [
 
 
 def train(contender: Contender, corpus: Corpus, seed: int, updates: int, lr: float) -> float:
-    model = build_model(ModelConfig(tied=False), corpus.vocab, CONTEXT, seed)
+    model = build_model(ModelConfig(tied="no"), corpus.vocab, CONTEXT, seed)
     stages = split(model, STAGES)
     plan = [
         Schedule(contender.settings.get("schedule", "1f1b"), s, STAGES, contender.accumulate)  # type: ignore[arg-type]
@@ -180,7 +181,7 @@ def report(losses: dict[str, list[float]], quick: bool) -> None:
     print(json.dumps({"loss": table, "checks": checks(table), "quick": quick}))
 
 
-def checks(table: dict[str, dict]) -> dict[str, float]:
+def checks(table: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Stash with look-ahead over synchronous (target <= 1.02) and over stash alone (target < 1)."""
     pairs = {
         "stash, look-ahead / synchronous": ("stash, look-ahead", "synchronous, look-ahead"),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Contender:
     """Seconds waited per micro-batch, for each turn."""
 
     def prepare(self, corpus: Corpus, stage: int) -> None:
-        model = build_model(ModelConfig(model=MODEL, tied=False), corpus.vocab, CONTEXT, seed=0)
+        model = build_model(ModelConfig(model=MODEL, tied="no"), corpus.vocab, CONTEXT, seed=0)
         module = split(model, STAGES, at=CUTS)[stage]
         self.pipe = self.make(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
         source = Batches(corpus.train, CONTEXT, BATCH, 0, 1, seed=0)
@@ -114,7 +114,7 @@ def asynchronous(updates: int, **settings: Any) -> Contender:
     )
 
 
-def synchronous(schedule: str, updates: int) -> Contender:
+def synchronous(schedule: Literal["gpipe", "1f1b"], updates: int) -> Contender:
     return Contender(
         lambda module, optimizer: TorchPipeline(
             module, optimizer, loss=token_loss, schedule=schedule, accumulate=PER_UPDATE

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,9 +132,9 @@ def train(name: str, every: int, steps: int, seed: int) -> float:
     return total / count
 
 
-def report(results: list[dict], quick: bool) -> None:
+def report(results: list[dict[str, Any]], quick: bool) -> None:
     rounds = sorted({r["every"] for r in results})
-    table: dict[str, dict[str, dict]] = {}
+    table: dict[str, dict[str, dict[str, Any]]] = {}
     for record in results:
         cell = table.setdefault(record["method"], {}).setdefault(str(record["every"]), {})
         cell.setdefault("seeds", []).append(round(record["loss"], 4))
@@ -152,7 +153,9 @@ def report(results: list[dict], quick: bool) -> None:
     print(json.dumps({"loss": table, "checks": checks(table, rounds), "quick": quick}))
 
 
-def checks(table: dict[str, dict[str, dict]], rounds: list[int]) -> dict[str, dict[str, float]]:
+def checks(
+    table: dict[str, dict[str, dict[str, Any]]], rounds: list[int]
+) -> dict[str, dict[str, float]]:
     """Overlapped over SlowMo (target <= 1.015), CO2 with the gap over without (target < 1)."""
     found: dict[str, dict[str, float]] = {}
     pairs = {

@@ -131,10 +131,10 @@ def validate(model: torch.nn.Module, corpus: Corpus, rank: int, wire: Any) -> fl
     windows = validation_batches(corpus.validation, CONTEXT, 16, rank, REPLICAS, VALIDATION_WINDOWS)
     losses = [(float(model(x, y)) * y.numel(), y.numel()) for x, y in windows]
     total, count = wire.agree([sum(a for a, _ in losses), sum(b for _, b in losses)], "sum")
-    return total / count
+    return float(total / count)
 
 
-def report(results: list[dict], quick: bool) -> None:
+def report(results: list[dict[str, Any]], quick: bool) -> None:
     table: dict[str, dict[str, Any]] = {}
     for name in METHODS:
         runs = [r for r in results if r["method"] == name]

@@ -38,20 +38,19 @@ def main() -> None:
     quick = given.quick
     rows = [compare(seed, quick) for seed in range(given.seeds)]
     print(f"{'seed':6}{'target loss':>12}{'ddp':>12}{'overlapped':>12}{'sooner':>9}")
-    for seed, row in enumerate(rows):
-        ratio = row["ddp"] / row["overlapped"]
+    ratios = [row["ddp"] / row["overlapped"] for row in rows]
+    for seed, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
         print(
             f"{seed:<6}{row['target']:12.3f}{row['ddp']:10.1f} s{row['overlapped']:10.1f} s"
             f"{ratio:8.2f}x"
         )
-    ratio = statistics.median(row["ddp"] / row["overlapped"] for row in rows)
-    for row in rows:
-        if math.isinf(row["overlapped"]):
-            row["overlapped"] = None  # never reached; JSON has no infinity
-    print(json.dumps({"ratio": round(ratio, 3), "seeds": rows, "quick": quick}))
+    # JSON has no infinity: what was never reached is null
+    reached = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in rows]
+    ratio = round(statistics.median(ratios), 3)
+    print(json.dumps({"ratio": ratio, "seeds": reached, "quick": quick}))
 
 
-def compare(seed: int, quick: bool) -> dict[str, float | None]:
+def compare(seed: int, quick: bool) -> dict[str, float]:
     size = QUICK if quick else FULL
     steps = 40 if quick else 100
     own = [*COMMON, *size, "--seed", str(seed)]

@@ -27,6 +27,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ PACE = 0.15  # seconds
 STALL, STALLED_STEPS = 1 / 20, 6
 VALIDATION_WINDOWS = 400
 LAST = WORKERS - 1
-METHODS = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "sparse, by step": ("sparse-average", {"averaging_delay": DELAY}),
     "sparse, on arrival": ("sparse-average", {"averaging_delay": DELAY, "landing": "arrival"}),
@@ -80,7 +81,7 @@ def measure(case: str, name: str, steps: int) -> dict[str, float]:
     return figures
 
 
-def summed_up(answers: list[dict]) -> dict[str, float]:
+def summed_up(answers: list[dict[str, Any]]) -> dict[str, float]:
     """Clocks can be compared: the hosts are one machine's."""
     begun = min(answer["begun"] for answer in answers)
     others, last = answers[:LAST], answers[LAST]
