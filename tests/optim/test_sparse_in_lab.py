@@ -1,26 +1,15 @@
 """What sparse averaging sends, by the kernel's own count on an emulated network."""
 
-import json
-import sys
-
 import pytest
 
-from thinwire.errors import LabError
-from thinwire.lab import Lab, Link
+from tests.hosts import on_hosts
+from thinwire.lab import Link
 
 pytestmark = pytest.mark.alone
 
 SCRIPT = """
-import json
 import torch, thinwire as tw
 from torch import nn
-
-def tx_bytes():
-    for line in open("/proc/self/net/dev"):
-        name, _, counts = line.partition(":")
-        if name.strip() == "wire0":
-            return int(counts.split()[8])
-    raise SystemExit("this host has no wire0")
 
 tw.init()
 control = tw.Wire()
@@ -44,17 +33,7 @@ for name, fraction, codec in (
 
 
 def test_the_traffic_by_the_interface_counters_is_20_and_40_times_less() -> None:
-    lines: list[str] = []
-    try:
-        with Lab(2, Link.of("1gbit")) as lab:
-            command = [sys.executable, "-c", SCRIPT]
-            outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    except LabError as error:
-        if "cannot build its network here" not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert outcome.code == 0, lines
-    measured = [json.loads(line) for line in lines if line.startswith("[")]
+    measured = on_hosts(SCRIPT, 2, Link.of("1gbit"))
     assert len(measured) == 6
     sent = {}
     for name, counted, kernel in measured:

@@ -1,26 +1,15 @@
 """The account's bytes against the kernel's own count, on an emulated network."""
 
-import json
-import sys
-
 import pytest
+from tests.hosts import on_hosts
 
-from thinwire.errors import LabError
-from thinwire.lab import Lab, Link
+from thinwire.lab import Link
 
 pytestmark = pytest.mark.alone
 
 SCRIPT = """
-import json
 import torch, thinwire as tw
 from thinwire.wire.codecs import Dense, Int4, Int8
-
-def tx_bytes():
-    for line in open("/proc/self/net/dev"):
-        name, _, counts = line.partition(":")
-        if name.strip() == "wire0":
-            return int(counts.split()[8])
-    raise SystemExit("this host has no wire0")
 
 tw.init()
 wire = tw.Wire()
@@ -55,17 +44,7 @@ for name, transfer in transfers.items():
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_the_account_agrees_with_the_interface(hosts: int) -> None:
-    lines: list[str] = []
-    try:
-        with Lab(hosts, Link.of("1gbit")) as lab:
-            command = [sys.executable, "-c", SCRIPT]
-            outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    except LabError as error:
-        if "cannot build its network here" not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert outcome.code == 0, lines
-    measured = [json.loads(line) for line in lines if line.startswith("[")]
+    measured = on_hosts(SCRIPT, hosts, Link.of("1gbit"))
     assert len(measured) == 7 * hosts
     for name, counted, sent in measured:
         assert counted > 1_000_000, name

@@ -19,7 +19,7 @@ from thinwire.lab.units import format_duration, format_rate, parse_duration, par
 SLOWEST = (
     64e3  # bit/s; below this a full packet takes a fifth of a second and nothing is measurable
 )
-PACKET_SECONDS = 1.5e-3  # how long a full packet should occupy the slowest direction of a link
+PACKET_SECONDS = 5e-3  # how long a full packet should occupy the slowest direction of a link
 MTU_RANGE = (1500, 65000)  # bytes
 
 

@@ -1,12 +1,18 @@
 """The calls into torch.distributed, each with the bytes it makes a rank send.
 
 Nothing outside `wire/` issues a collective. Every function starts one, returns its parts and,
-beside them, what this rank sends to others under the algorithm the backend runs: ring all-reduce,
-pairwise all-to-all, ring all-gather (gloo's, and nccl's for payloads that matter).
+beside them, what this rank sends to others under the algorithm that runs: ring all-reduce, pairwise
+all-to-all, pairwise or ring all-gather.
+
+In host memory the last two are messages between every two ranks, receives posted before sends. gloo
+announces a receive on the connection that carries the data, and its own collectives send first: on
+a rank that comes late the announcement waits behind the data, and the two directions of a link take
+turns instead of running at once. Over a slow link that doubles the time of a transfer.
 """
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -30,14 +36,21 @@ class TransferError(RuntimeError):
     """The backend could not start a transfer."""
 
 
-class Part:
-    """One Work of a transfer, with a wait that can run out and be taken up again."""
+class Part(ABC):
+    """A part of a transfer, with a wait that can run out and be taken up again."""
+
+    @abstractmethod
+    def arrives(self, within: float) -> bool:
+        """Whether it is complete within so many seconds; raises what the backend raises."""
+
+
+class HostPart(Part):
+    """One collective of gloo's."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
 
     def arrives(self, within: float) -> bool:
-        """Whether it is complete within so many seconds; raises what the backend raises."""
         try:
             self.work.wait(timedelta(seconds=within))
         except RuntimeError:
@@ -47,14 +60,14 @@ class Part:
         return True
 
 
-class Message(Part):
+class Messages(Part):
     """gloo closes the connection when a wait for a message runs out, so that one has no end and a
-    thread of its own."""
+    thread of its own, for all the messages of a transfer."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
         self._done: Future[None] = Future()
-        threading.Thread(target=self._wait, name="message", daemon=True).start()
+        threading.Thread(target=self._wait, name="messages", daemon=True).start()
 
     def arrives(self, within: float) -> bool:
         if not wait([self._done], timeout=within).done:
@@ -64,7 +77,8 @@ class Message(Part):
 
     def _wait(self) -> None:
         try:
-            self.work.wait(NEVER)
+            for work in self._works:
+                work.wait(NEVER)
         except BaseException as error:  # raised again by `arrives`
             self._done.set_exception(error)
         else:
@@ -74,6 +88,9 @@ class Message(Part):
 class DevicePart(Part):
     """nccl takes a wait that ran out for the failure of the transfer, so nothing waits there until
     it is complete; the wait then orders this thread's stream after it."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
 
     def arrives(self, within: float) -> bool:
         end = time.monotonic() + within
@@ -88,11 +105,36 @@ class DevicePart(Part):
 Started = tuple[list[Part], int]
 
 
-def _part(work: Work | None, buffer: Tensor, *, message: bool = False) -> Part:
+def _collective(work: Work | None, buffer: Tensor) -> Part:
     assert work is not None
+    return DevicePart(work) if buffer.is_cuda else HostPart(work)
+
+
+def _messages(
+    sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], group: ProcessGroup
+) -> list[Part]:
+    """Buffers to and from ranks of the group, receives first: see the head of this file."""
+    operations = [
+        dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group=group)
+        for operation, messages in ((dist.irecv, received), (dist.isend, sent))
+        for buffer, peer in messages
+    ]
+    if not operations:
+        return []
+    return _waited(dist.batch_isend_irecv(operations), operations[0].tensor)
+
+
+def _waited(works: Sequence[Work | None], buffer: Tensor) -> list[Part]:
     if buffer.is_cuda:
-        return DevicePart(work)
-    return Message(work) if message else Part(work)
+        return [DevicePart(work) for work in works if work is not None]
+    return [Messages([work for work in works if work is not None])]
+
+
+def _others(group: ProcessGroup) -> list[int]:
+    """Everybody else, each rank beginning with its neighbour, so that not all of them send to the
+    same one at once."""
+    size, rank = group.size(), group.rank()
+    return [(rank + step) % size for step in range(1, size)]
 
 
 P = ParamSpec("P")
@@ -120,21 +162,34 @@ def all_reduce_bytes(nbytes: int, size: int) -> int:
 def all_reduce(buffer: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType) -> Started:
     """In place."""
     work = dist.all_reduce(buffer, op=op, group=group, async_op=True)
-    return [_part(work, buffer)], all_reduce_bytes(buffer.nbytes, group.size())
+    return [_collective(work, buffer)], all_reduce_bytes(buffer.nbytes, group.size())
 
 
 @_starts
 def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> Started:
     """Row j of `sent` goes to rank j; row i of `received` comes from rank i."""
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    return [_part(work, sent)], (group.size() - 1) * sent[0].nbytes
+    nbytes = (group.size() - 1) * sent[0].nbytes
+    if sent.is_cuda:
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return [_collective(work, sent)], nbytes
+    received[group.rank()].copy_(sent[group.rank()])
+    others = _others(group)
+    there, here = ([(rows[peer], peer) for peer in others] for rows in (sent, received))
+    return _messages(there, here, group), nbytes
 
 
 @_starts
 def all_gather(received: Tensor, sent: Tensor, group: ProcessGroup) -> Started:
     """`sent` of rank i becomes row i of `received` on every rank."""
-    work = _all_gather_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-    return [_part(work, sent)], (group.size() - 1) * sent.nbytes
+    nbytes = (group.size() - 1) * sent.nbytes
+    if sent.is_cuda:
+        work = _all_gather_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+        return [_collective(work, sent)], nbytes
+    rows = received.view(group.size(), -1)
+    rows[group.rank()].copy_(sent.view(-1))
+    others = _others(group)
+    there = [(sent.view(-1), peer) for peer in others]
+    return _messages(there, [(rows[peer], peer) for peer in others], group), nbytes
 
 
 @_starts
@@ -142,25 +197,21 @@ def exchange(
     sent: Tensor, received: Sequence[Tensor], peers: Sequence[int], group: ProcessGroup
 ) -> Started:
     """Sends the same buffer to every peer and receives one buffer from each. Group ranks."""
-    operations = []
-    for peer, buffer in zip(peers, received, strict=True):
-        there = dist.get_global_rank(group, peer)
-        operations.append(dist.P2POp(dist.isend, sent, there, group=group))
-        operations.append(dist.P2POp(dist.irecv, buffer, there, group=group))
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return [_part(work, sent, message=True) for work in works], len(peers) * sent.nbytes
+    there = [(sent, peer) for peer in peers]
+    here = list(zip(received, peers, strict=True))
+    return _messages(there, here, group), len(peers) * sent.nbytes
 
 
 @_starts
 def send(buffer: Tensor, to: int, group: ProcessGroup) -> Started:
     work = dist.isend(buffer, dst=dist.get_global_rank(group, to), group=group)
-    return [_part(work, buffer, message=True)], buffer.nbytes
+    return _waited([work], buffer), buffer.nbytes
 
 
 @_starts
 def receive(buffer: Tensor, source: int, group: ProcessGroup) -> Started:
     work = dist.irecv(buffer, src=dist.get_global_rank(group, source), group=group)
-    return [_part(work, buffer, message=True)], 0
+    return _waited([work], buffer), 0
 
 
 def transport_device(tensor: Tensor, group: ProcessGroup, device: torch.device) -> torch.device:

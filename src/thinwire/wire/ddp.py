@@ -40,7 +40,11 @@ class DdpMeter:
         self._wire.account.launched()
         self._wire.account.sent(sent)
         if buffer.is_cuda:  # the future carries the stream's event; nothing may block here
-            done = parts[0].work.get_future().then(lambda f: self._note_arrival(f.value()[0]))
+            (part,) = parts
+            assert isinstance(part, collectives.DevicePart)
+            done: _FutureTensor = part.work.get_future().then(
+                lambda f: self._note_arrival(f.value()[0])
+            )
             return done
         return self._wire.watch(parts, buffer, self._note_arrival)
 

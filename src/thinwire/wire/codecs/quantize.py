@@ -53,50 +53,47 @@ class _BlockQuantizer(Codec):
 
     def encode(self, x: Tensor, rows: int, part: int) -> Tensor:
         payload = torch.empty(rows, self.payload_bytes(part), dtype=torch.uint8, device=x.device)
-        scales, integers = self._split(payload, part)
-        source = as_rows(x, rows, part)
-        width = min(self.block, part)
         scratch = x.new_empty(0)
-        for row, tile in _tiles(rows, part, self.block, x.device):
-            values = source[row, tile].unflatten(1, (-1, width))  # (rows, blocks, width)
+        for values, scale, integers in self._tiles(as_rows(x, rows, part), payload):
             if scratch.shape != values.shape:
                 scratch = torch.empty_like(values)
             # max|x| in two vectorised passes; vector_norm over a dimension is not vectorised
-            scale = torch.abs(values, out=scratch).amax(dim=2) / self.levels
-            inverse = torch.where(scale >= _SMALLEST_SCALE, scale.reciprocal(), 0.0)
-            torch.mul(values, inverse.unsqueeze(2), out=scratch).round_()
-            scales[row, self._scale_slice(tile)] = scale
-            into = integers[row, self._integer_slice(tile)]
-            self._pack(scratch, into.unflatten(1, (-1, width // self.per_byte)))
+            step = torch.abs(values, out=scratch).amax(-1, keepdim=True).div_(self.levels)
+            scale.copy_(step)
+            inverse = torch.where(step >= _SMALLEST_SCALE, step.reciprocal(), 0.0)
+            torch.mul(values, inverse, out=scratch).round_()
+            self._pack(scratch, integers)
         return payload
 
     def decode(self, payload: Tensor, part: int, out: Tensor) -> Tensor:
-        rows, width = payload.shape[0], min(self.block, part)
-        scales, integers = self._split(payload, part)
+        rows = payload.shape[0]
         exact = out.numel() == rows * part
-        target = (out if exact else out.new_empty(rows * part)).view(rows, part)
-        for row, tile in _tiles(rows, part, self.block, out.device):
-            values = target[row, tile].unflatten(1, (-1, width))
-            packed = integers[row, self._integer_slice(tile)]
-            self._unpack(packed.unflatten(1, (-1, width // self.per_byte)), values)
-            values.mul_(scales[row, self._scale_slice(tile)].unsqueeze(2))
+        target = out if exact else out.new_empty(rows * part)
+        for values, scale, integers in self._tiles(target.view(rows, part), payload):
+            self._unpack(integers, values)
+            values.mul_(scale)
         if not exact:
-            out.copy_(target.view(-1)[: out.numel()])
+            out.copy_(target[: out.numel()])
         return out
 
-    def _split(self, payload: Tensor, part: int) -> tuple[Tensor, Tensor]:
-        cut = 4 * self.blocks(part)
-        return payload[:, :cut].view(torch.float32), payload[:, cut:]
-
-    def _scale_slice(self, tile: slice) -> slice:
-        return slice(tile.start // self.block, self.blocks(tile.stop))
-
-    def _integer_slice(self, tile: slice) -> slice:
-        return slice(tile.start // self.per_byte, tile.stop // self.per_byte)
+    def _tiles(self, rows: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Whole blocks and where they travel: (..., blocks, width) values, (..., blocks, 1) scales,
+        (..., blocks, width / per_byte) integers. Views all of them, cut by one call for each row.
+        """
+        part = rows.shape[1]
+        width, cut = min(self.block, part), 4 * self.blocks(part)
+        values = rows.unflatten(1, (-1, width))
+        scales = payload[:, :cut].view(torch.float32).unsqueeze(2)
+        integers = payload[:, cut:].unflatten(1, (-1, width // self.per_byte))
+        if rows.device.type != "cpu" or rows.numel() <= _TILE:
+            yield values, scales, integers
+            return
+        for row in zip(values, scales, integers, strict=True):
+            yield from zip(*(whole.split(_TILE // width) for whole in row), strict=True)
 
     @abstractmethod
     def _pack(self, rounded: Tensor, into: Tensor) -> None:
-        """(rows, blocks, width) integers held as floats -> (..., width / per_byte) uint8."""
+        """(..., width) integers held as floats -> (..., width / per_byte) uint8."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor, into: Tensor) -> None:
@@ -130,25 +127,14 @@ class Int4(_BlockQuantizer):
         # The first half of a block in the low nibbles, the second in the high ones, each + 8: one
         # byte is (q_lo + 8) + 16 (q_hi + 8). Without the 8s it fits a signed byte; they are added
         # there, where a pass costs a quarter, and wrap into an unsigned one.
-        low, high = rounded.tensor_split(2, dim=2)
+        low, high = rounded.chunk(2, -1)
         into.view(torch.int8).copy_(torch.add(low, high, alpha=16, out=low))
         into.add_(136)
 
     def _unpack(self, packed: Tensor, into: Tensor) -> None:
         # The 8s are taken off while the nibbles are bytes.
         nibbles = torch.empty_like(into, dtype=torch.uint8)
-        low, high = nibbles.tensor_split(2, dim=2)
+        low, high = nibbles.chunk(2, -1)
         torch.bitwise_and(packed, 15, out=low)
         torch.bitwise_right_shift(packed, 4, out=high)
         into.copy_(nibbles.sub_(8).view(torch.int8))
-
-
-def _tiles(rows: int, part: int, block: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) slices of whole blocks; all at once where a tile would buy nothing."""
-    if device.type != "cpu" or rows * part <= _TILE or part <= block:
-        yield slice(0, rows), slice(0, part)
-        return
-    step = max(1, _TILE // block) * block
-    for row in range(rows):
-        for start in range(0, part, step):
-            yield slice(row, row + 1), slice(start, min(start + step, part))
