@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.account import Account
-from thinwire.wire.codecs import Codec, Dense
-from thinwire.wire.flight import Flight
+from thinwire.wire.codecs import Codec, Dense, Feedback
+from thinwire.wire.collectives import all_reduce_bytes
+from thinwire.wire.flight import Flight, all_finite
 
 T = TypeVar("T")
 
@@ -27,7 +28,9 @@ class VirtualWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self.lock = threading.RLock()
-        self._open: dict[tuple[str, int], list[tuple[int, Tensor, Codec, Future[float]]]] = {}
+        self._open: dict[
+            tuple[str, int], list[tuple[int, Tensor, Codec | Feedback, Future[float]]]
+        ] = {}
         self._own = threading.local()
 
     def run(self, replica: Callable[[int], T]) -> list[T]:
@@ -55,7 +58,9 @@ class VirtualWorld:
     def _wire(self, group: Any = None, *, name: str = "wire") -> "VirtualWire":
         return VirtualWire(self, self._own.rank, name)
 
-    def hand_in(self, key: tuple[str, int], entry: tuple[int, Tensor, Codec, Any]) -> None:
+    def hand_in(
+        self, key: tuple[str, int], entry: tuple[int, Tensor, Codec | Feedback, Any]
+    ) -> None:
         """The last replica to come averages for all of them."""
         with self.lock:
             entries = self._open.setdefault(key, [])
@@ -64,7 +69,11 @@ class VirtualWorld:
                 return
             del self._open[key]
         entries.sort(key=lambda e: e[0])
-        mean = _mean([flat for _, flat, _, _ in entries], entry[2])
+        flats = [flat for _, flat, _, _ in entries]
+        if isinstance(entry[2], Feedback):
+            mean = _remembered_mean(flats, [codec for _, _, codec, _ in entries])
+        else:
+            mean = _mean(flats, entry[2])
         for _, flat, _, arrival in entries:
             flat.copy_(mean)
             arrival.set_result(0.0)
@@ -79,11 +88,12 @@ class VirtualWire:
         self.account = Account()
         self._issued = 0
 
-    def mean(self, flat: Tensor, codec: Codec | None = None) -> Flight:
+    def mean(self, flat: Tensor, codec: Codec | Feedback | None = None) -> Flight:
         flight, arrival = Flight(flat, self.account), Future[float]()
         flight._lands_with(arrival)
         self.account.launched()
         self._issued += 1
+        self.account.sent(_sent_bytes(flat, codec or Dense(flat.dtype), self.size))
         entry = (self.rank, flat, codec or Dense(flat.dtype), arrival)
         self.world.hand_in((self.name, self._issued), entry)
         return flight
@@ -110,3 +120,31 @@ def _mean(payloads: list[Tensor], codec: Codec) -> Tensor:
 def _coded(values: Tensor, codec: Codec, rows: int) -> Tensor:
     part = codec.part(values.numel(), rows)
     return codec.decode(codec.encode(values, rows, part), part, torch.empty_like(values))
+
+
+def _remembered_mean(payloads: list[Tensor], codecs: Sequence[Any]) -> Tensor:
+    """The same with codecs that remember: every replica has its own, on both sides."""
+    size, numel = len(payloads), payloads[0].numel()
+    gathers = codecs[0].gathers(size)
+    split = codecs[0].split(numel, 1 if gathers else size)
+    pairs = zip(codecs, payloads, strict=True)
+    sent = [codec.encode_worker(x.clone(), split) for codec, x in pairs]
+    scratch = torch.empty(numel)
+    decoded = [codecs[0].decode(rows, split, 0, scratch).clone() for rows in sent]
+    mean = torch.stack(decoded).sum(0).div_(size)
+    if not gathers:
+        owned = mean.split(split.part)
+        rows = [codecs[r].encode_owner(x.clone(), split, r) for r, x in enumerate(owned)]
+        mean = codecs[0].decode(torch.cat(rows), split, 0, scratch).clone()
+    for codec in codecs:
+        codec.landed(all_finite(mean))
+    return mean
+
+
+def _sent_bytes(flat: Tensor, codec: Any, size: int) -> int:
+    """What `Wire` would count."""
+    if isinstance(codec, Dense) and codec.summable:
+        return all_reduce_bytes(flat.numel() * codec.dtype.itemsize, size)
+    gathers = codec.gathers(size)
+    split = codec.split(flat.numel(), 1 if gathers else size)
+    return (size - 1) * codec.row_bytes(split) * (1 if gathers else 2)

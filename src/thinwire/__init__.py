@@ -24,12 +24,13 @@ if TYPE_CHECKING:
         Overlapped,
         SlowMo,
         SparseAverage,
+        SparseLoCo,
         StreamingDiLoCo,
         WireOptimizer,
         ZeroOneAdam,
         hooks,
     )
-    from thinwire.pipeline import AsyncPipeline, LookAhead
+    from thinwire.pipeline import AsyncPipeline, Cut, LookAhead
     from thinwire.wire import Account, Flight, Wire, World, codecs, init, shutdown, topology
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "CO2",
     "Account",
     "AsyncPipeline",
+    "Cut",
     "DiLoCo",
     "Eager",
     "Flight",
@@ -53,6 +55,7 @@ __all__ = [
     "Overlapped",
     "SlowMo",
     "SparseAverage",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "Wire",
     "WireOptimizer",
@@ -66,7 +69,7 @@ __all__ = [
     "topology",
 ]
 
-_PIPELINE = {"AsyncPipeline", "LookAhead"}
+_PIPELINE = {"AsyncPipeline", "Cut", "LookAhead"}
 _WIRE = {"Account", "Flight", "Wire", "World", "codecs", "init", "shutdown", "topology"}
 
 

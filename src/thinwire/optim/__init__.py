@@ -16,6 +16,7 @@ from thinwire.optim.presets import (
     LocalSGD,
     Overlapped,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from thinwire.optim.sparse_average import SparseAverage
@@ -36,6 +37,7 @@ __all__ = [
     "Overlapped",
     "SlowMo",
     "SparseAverage",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "WireOptimizer",
     "ZeroOneAdam",

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Wire
 
@@ -33,12 +33,12 @@ class AutoPeriod:
         self._clock: list[float] = []
         self._flight: Flight | None = None
 
-    def step(self, codec: Codec | ErrorFeedback, numel: int, device: torch.device) -> int | None:
+    def step(self, codec: Codec | Feedback, numel: int, device: torch.device) -> int | None:
         """After each step; the period once it is known."""
         self._clock.append(time.perf_counter())
         if len(self._clock) == LAUNCH_STEP:
-            plain = codec.codec if isinstance(codec, ErrorFeedback) else codec
-            self._flight = self._wire.mean(torch.zeros(numel, device=device), plain)
+            fresh = codec.fresh() if isinstance(codec, Feedback) else codec
+            self._flight = self._wire.mean(torch.zeros(numel, device=device), fresh)
         if len(self._clock) < PROBE_STEPS:
             return None
         return self._decide()

@@ -3,34 +3,25 @@
 [Note: errors on other numbers of ranks] Of the workers' errors only the mean enters later results,
 and the owners' parts are one buffer of N values cut by rank. `portable_state_dict` stores those
 two; they load on any number of ranks. `state_dict` keeps this rank's own, which go on bit for bit.
-
-[Note: unused parameters] A parameter that has no gradient on any rank is left alone, as torch's
-optimizers do. The ranks agree on those at the first step; a mean gradient that is not zero ends it.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.base import WireOptimizer
-from thinwire.optim.buckets import Backward, Bucket, arrange
-from thinwire.optim.checks import (
-    require_betas,
-    require_dense_gradient,
-    require_nonnegative,
-    require_positive,
-)
+from thinwire.optim.buckets import Bucket, arrange
+from thinwire.optim.checks import require_betas, require_nonnegative
+from thinwire.optim.departures import Departures
 from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.wire import Group
 
 State = dict[str, Any]
 
 
-class BucketedOptimizer(WireOptimizer):
+class BucketedOptimizer(Departures[Bucket]):
     """A method implements `_launch`, `_step` and, for its own state, `_kept` and `_restore`."""
 
     def __init__(
@@ -43,33 +34,13 @@ class BucketedOptimizer(WireOptimizer):
         group: Group,
     ) -> None:
         name = type(self).__name__
-        if bucket_mb is not None:
-            require_positive(name, "bucket_mb", bucket_mb)
         super().__init__(params, defaults | {"compress": True}, group=group, name=name)
         for settings in self.param_groups:
             self._check_group(name, settings)
-        self.bucket_mb, self.overlap = bucket_mb, overlap
         self.steps = 0
         """Steps taken; skipped ones do not count."""
-        self.buckets: list[Bucket] = []
         self._groups = [g for g in self.param_groups for _ in g["params"]]
-        self._idle: set[int] = set()  # see [Note: unused parameters]
-        self._place: dict[int, int] = {}  # parameter -> its bucket's position
-        self._missing: list[set[int]] = []  # gradients each bucket still waits for
-        self._launched = 0  # buckets already in the air, in [Note: order of buckets]
-        self._backward = Backward(self._parameters, self._gradient_ready)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Around forward and backward of all micro-batches of a step but the last one."""
-        return self._backward.accumulating()
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Sends a bucket whose gradients are all there."""
-        raise NotImplementedError
-
-    def _overlaps(self) -> bool:
-        """Whether buckets may leave before step() at present."""
-        return self.overlap
+        self._prepare(bucket_mb, overlap)
 
     def _kept(self) -> State:
         """What the method has to save beside the moments; the same on all ranks, JSON."""
@@ -84,106 +55,23 @@ class BucketedOptimizer(WireOptimizer):
         if not isinstance(group["compress"], bool):
             raise ValueError(f"{name}(compress=...) takes True or False, got {group['compress']!r}")
 
-    # -- the backward pass ------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _gradient_ready(self, index: int) -> None:
-        """Called by the backward pass: launches what can be."""
-        position = self._place.get(index)
-        if position is None or not self._checked or not self._overlaps():
-            return
-        if position < self._launched:
-            raise RuntimeError(
-                f"a second backward pass before step(): the gradient of parameter {index} is "
-                "already on its way. Put all micro-batches but the last one under "
-                "`with optimizer.accumulating():`, or build the optimizer with overlap=False"
-            )
-        self._missing[position].discard(index)
-        while self._launched < len(self.buckets) and not self._missing[self._launched]:
-            bucket = self.buckets[self._launched]
-            for parameter in bucket.parameters:
-                require_dense_gradient(type(self).__name__, parameter)
-            self._launch(bucket)
-            bucket.note_gradients()
-            self._launched += 1
-
-    def _launch_rest(self) -> None:
-        for bucket in self.buckets[self._launched :]:
-            self._launch(bucket)
-        self._await_gradients()
-
-    def _await_gradients(self) -> None:
-        self._launched = 0
-        self._missing = [set(bucket.indices) - self._idle for bucket in self.buckets]
-
     def _land(self) -> bool:
-        """Waits for all buckets; whether all of them are finite, the same on every rank."""
-        finite = True
-        for bucket in self.buckets:
-            assert bucket.flight is not None
-            bucket.flight.wait()
-            finite = bucket.flight.finite and finite
-            bucket.flight = None
-        finite = self._agreed(finite)
-        for bucket in self.buckets:
-            bucket.commit(finite)
+        finite = super()._land()
         if not finite:
             self.account.skipped += 1
         return finite
 
-    def _agreed(self, finite: bool) -> bool:
-        """What all ranks make of it; they know already where all of them hold the same bits."""
-        return finite
-
-    def _require_usable_gradients(self) -> None:
-        name = type(self).__name__
-        for parameter in self._parameters:
-            require_dense_gradient(name, parameter)
-        early = self.buckets[: self._launched]
-        if early and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                f"{name} sent gradients during the backward pass with GradScaler's scale still in "
-                "them; build it with overlap=False, or train in bfloat16, which needs no scale"
-            )
-        changed = [bucket.gradients_changed() for bucket in early]
-        if any(changed):
-            raise RuntimeError(
-                f"{name}: gradients were changed after they had been sent during the backward "
-                "pass. To clip them use clip=; for anything else build it with overlap=False"
-            )
-
-    # -- the start --------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """At the first step everybody takes rank 0's order and learns which tensors are unused."""
-        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad and p.numel()]
-        seen = [i for i in self._backward.order if i in trained]
-        order = seen + [i for i in reversed(trained) if i not in self._backward.order]
-        first, used = self._agree_on_start(
-            ",".join(map(str, order)),
-            [float(self._parameters[i].grad is not None) for i in trained],
-        )
-        self._idle = {i for i, flag in zip(trained, used, strict=True) if not flag}
-        self._arrange([int(i) for i in first.split(",") if i])
-
-    def _agree_on_start(self, order: str, used: list[float]) -> tuple[str, list[float]]:
-        return self.wire.gather_bytes(order.encode())[0].decode(), self.wire.agree(used)
+    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
+        return arrange(order, self._parameters, self._groups, self.bucket_mb, **self._ownership())
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Makes the buckets, and takes over what earlier ones hold."""
         earlier = self._whole_entries()
-        self.buckets = arrange(
-            order, self._parameters, self._groups, self.bucket_mb, **self._ownership()
-        )
-        self._place = {i: at for at, bucket in enumerate(self.buckets) for i in bucket.indices}
+        super()._arrange(order)
         for index in self._place:
             if index in earlier:
                 self._bucket(index).adopt(index, earlier[index])
-        self._await_gradients()
         self._show_state()
-
-    def _bucket(self, index: int) -> Bucket:
-        return self.buckets[self._place[index]]
 
     def _ownership(self) -> dict[str, int]:
         """Into how many parts the moments are spread, and which is this rank's."""
@@ -221,10 +109,8 @@ class BucketedOptimizer(WireOptimizer):
         method = {
             "name": type(self).__name__,
             "steps": self.steps,
-            "idle": sorted(self._idle),
-            "order": [i for bucket in self.buckets for i in bucket.indices],
-            "buckets": [len(bucket.indices) for bucket in self.buckets],
-        } | self._kept()
+        }
+        method |= self._arrangement() | self._kept()
         state = {
             i: {name: tensor.clone() for name, tensor in entries.items()}
             for i, entries in kept.items()
@@ -254,12 +140,7 @@ class BucketedOptimizer(WireOptimizer):
         method = saved["method"]
         self.steps, self._idle = method["steps"], set(method["idle"])
         self._restore(method)
-        self._arrange(method["order"])
-        if [len(bucket.indices) for bucket in self.buckets] != method["buckets"]:
-            raise ValueError(
-                f"{type(self).__name__}(bucket_mb={self.bucket_mb}) makes other buckets than the "
-                "state was saved with, whose errors it holds; use the same bucket_mb and groups"
-            )
+        self._arrange_as(method["order"], method["buckets"])
         for index, entries in saved["state"].items():
             self._bucket(int(index)).adopt(int(index), entries)
         self._show_state()

@@ -8,15 +8,15 @@ follow the order in which rank 0's first backward pass produced the gradients.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.optim.flat import Flat
-from thinwire.wire.codecs import ErrorFeedback, OneBit
+from thinwire.optim.flat import Flat, local_part
+from thinwire.wire.codecs import ErrorFeedback, Feedback, OneBit
 from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.flight import Flight
 
@@ -36,10 +36,59 @@ class TentativeFeedback(ErrorFeedback):
         super().settle(taken)
 
 
-class Bucket:
-    """Tensors as one flat buffer, with the moments of their values.
+class FlatBucket:
+    """Tensors as one flat buffer.
 
     buffer   (N,)    what travels: gradients or momentum on the way out, their mean on the way back
+    """
+
+    memory: Feedback | None = None
+    """What the codec remembers of the buffer, where it does."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]) -> None:
+        self.indices = list(indices)  # of the parameters, in the optimizer's order
+        self.parameters = [parameters[i] for i in indices]
+        self.flat = Flat(self.parameters)
+        self.buffer = self.flat.new().zero_()
+        self.flight: Flight | None = None
+        self._seen: tuple[list[tuple[int, int]], Tensor] | None = None
+
+    def commit(self, taken: bool) -> None:
+        """The step is taken or not: by all buckets of all ranks alike."""
+        if self.memory is not None:
+            self.memory.settle(taken)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A buffer of all N values, seen as the tensors."""
+        return self.flat.views(flat)
+
+    def take_gradients(self) -> Tensor:
+        """Copies the gradients into the buffer; none counts as zeros."""
+        return self.flat.pack([p.grad for p in self.parameters], self.buffer)
+
+    def note_gradients(self) -> None:
+        """Remembers which gradients were sent, to find out whether they are changed later."""
+        self._seen = self._versions(), self._first_values()
+
+    def gradients_changed(self) -> bool:
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return False
+        return seen[0] != self._versions() or not seen[1].equal(self._first_values())
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [version(p) for p in self.parameters]
+
+    def _first_values(self) -> Tensor:
+        """One value of each gradient: GradScaler.unscale_ writes past the versions."""
+        gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
+        values = [g.reshape(-1)[0].nan_to_num() for g in gradients if g.numel()]
+        return torch.stack(values) if values else torch.zeros(0)
+
+
+class Bucket(FlatBucket):
+    """A flat buffer with the moments of its values.
+
     moments  (own,)  m, v and whatever else a method keeps of every value, by name
     scalars  (L,)    what it keeps of every tensor
 
@@ -56,15 +105,12 @@ class Bucket:
         size: int = 1,
         rank: int = 0,
     ) -> None:
-        self.indices = list(indices)  # of the parameters, in the optimizer's order
-        self.parameters = [parameters[i] for i in indices]
+        super().__init__(indices, parameters)
         self.groups = [groups[i] for i in indices]
         self.compress: bool = self.groups[0]["compress"]
         self.betas: tuple[float, float] = self.groups[0]["betas"]
-        self.flat = Flat(self.parameters)
         self.part = OneBit().part(self.flat.numel, size)
         self.own = own_slice(self.flat.numel, self.part, rank)
-        self.buffer = self.flat.new().zero_()
         self.moments: dict[str, Tensor] = {}
         self.scalars: dict[str, Tensor] = {}
         self.new_moment("exp_avg")
@@ -72,9 +118,7 @@ class Bucket:
         self.tentative: dict[str, Tensor] = {}
         """Moments made while the bucket was in the air, for those held by the same name."""
         self.reset_feedback()
-        self.flight: Flight | None = None
         self._roots: tuple[list[float], Tensor] | None = None
-        self._seen: list[tuple[int, int]] | None = None
 
     @property
     def m(self) -> Tensor:
@@ -120,10 +164,6 @@ class Bucket:
         self.scalars[name] = torch.full((count,), value, device=self.buffer.device)
         return self.scalars[name]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """A buffer of all N values, seen as the tensors."""
-        return self.flat.views(flat)
-
     def pieces(self, own: Tensor) -> list[Tensor]:
         """A buffer of this rank's own values, cut by tensor: flat, empty where it has none."""
         ends = list(itertools.accumulate(self.flat.sizes))
@@ -153,18 +193,6 @@ class Bucket:
                 held = self.scalars.get(name)
                 (self.new_scalar(name, 0.0) if held is None else held)[at] = value
 
-    def take_gradients(self) -> Tensor:
-        """Copies the gradients into the buffer; none counts as zeros."""
-        return self.flat.pack([p.grad for p in self.parameters], self.buffer)
-
-    def note_gradients(self) -> None:
-        """Remembers which gradients were sent, to find out whether they are changed later."""
-        self._seen = [_version(p) for p in self.parameters]
-
-    def gradients_changed(self) -> bool:
-        seen, self._seen = self._seen, None
-        return seen is not None and seen != [_version(p) for p in self.parameters]
-
 
 def arrange(
     order: Sequence[int],
@@ -180,21 +208,31 @@ def arrange(
     None as `bucket_mb` makes about four buckets of 1 to 25 MB of float32. Of the moments this rank
     keeps those of the `rank`-th of `size` parts.
     """
-    total = sum(parameters[i].numel() for i in order) * 4 / _MB
-    enough = min(25.0, max(1.0, total / 4)) if bucket_mb is None else bucket_mb
-    filling: dict[Any, list[int]] = {}
-    full: list[list[int]] = []
-    for index in order:
-        group = groups[index]
-        kind = (group["compress"], tuple(group["betas"]), parameters[index].device)
-        members = filling.setdefault(kind, [])
-        members.append(index)
-        if sum(parameters[i].numel() for i in members) * 4 >= enough * _MB:
-            full.append(filling.pop(kind))
+    kinds = [(group["compress"], tuple(group["betas"])) for group in groups]
     return [
         Bucket(members, parameters, groups, size=size, rank=rank)
-        for members in [*full, *filling.values()]
+        for members in cut(order, parameters, kinds, bucket_mb)
     ]
+
+
+def cut(
+    order: Sequence[int],
+    parameters: Sequence[Tensor],
+    kinds: Sequence[Hashable],
+    bucket_mb: float | None,
+) -> list[list[int]]:
+    """Parameters in the given order, of one kind and device each, about `bucket_mb` at a time."""
+    mb = {i: local_part(parameters[i]).numel() * 4 / _MB for i in order}
+    enough = min(25.0, max(1.0, sum(mb.values()) / 4)) if bucket_mb is None else bucket_mb
+    filling: dict[Hashable, list[int]] = {}
+    full: list[list[int]] = []
+    for index in order:
+        kind = (kinds[index], parameters[index].device)
+        members = filling.setdefault(kind, [])
+        members.append(index)
+        if sum(mb[i] for i in members) >= enough:
+            full.append(filling.pop(kind))
+    return [*full, *filling.values()]
 
 
 class Backward:
@@ -231,6 +269,7 @@ class Backward:
             self._accumulating = before
 
 
-def _version(parameter: Tensor) -> tuple[int, int]:
+def version(parameter: Tensor) -> tuple[int, int]:
+    """Which gradient a parameter has, and how often that was written to."""
     gradient = parameter.grad
     return (0, 0) if gradient is None else (id(gradient), gradient._version)

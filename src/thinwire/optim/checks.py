@@ -51,5 +51,5 @@ def require_dense_gradient(name: str, parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.is_sparse:
         raise ValueError(
             f"{name}: a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which "
-            "one momentum buffer for all values cannot take; build its embedding with sparse=False"
+            "one flat buffer for all values cannot take; build its embedding with sparse=False"
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.outer import Outer, OuterState
 from thinwire.optim.shards import Shards
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.flight import Flight, all_finite
 from thinwire.wire.wire import Wire
 
@@ -30,7 +30,7 @@ class Fragment:
         tensors: Sequence[Tensor],
         wire: Wire,
         shards: Shards,
-        codec: Codec | ErrorFeedback,
+        codec: Codec | Feedback,
         outer: Outer,
         *,
         late: bool,
@@ -168,7 +168,7 @@ class Fragment:
             "previous": self.previous,
             "pending": self.buffer if pending else None,
             "scalars": self.outer.scalars(),
-            "error": self.codec.state_dict() if isinstance(self.codec, ErrorFeedback) else None,
+            "error": self.codec.state_dict() if isinstance(self.codec, Feedback) else None,
         }
 
     def load_state(self, state: dict[str, Any], *, with_error: bool) -> None:
@@ -182,7 +182,7 @@ class Fragment:
         if state["pending"] is not None:
             self._fill(self.buffer, state["pending"], "pending")
             self.flight = Flight(self.buffer, self._wire.account)
-        if with_error and isinstance(self.codec, ErrorFeedback) and state["error"] is not None:
+        if with_error and isinstance(self.codec, Feedback) and state["error"] is not None:
             self.codec.load_state_dict(state["error"])
 
     def _measure(self, into: Tensor) -> bool:

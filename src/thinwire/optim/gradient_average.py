@@ -7,24 +7,35 @@ form the codec gives them. With the dense float32 codec this is plain data paral
 apply the same bits, so they stay equal. A step in which any replica's gradient is not finite is
 skipped on all of them and counted.
 
+[Note: overlap] Gradients leave in buckets, during the backward pass, if the caller's loop lets
+them: each gradient computed once a step, and not touched before `average()` or `step()`. With
+overlap="auto" the first step, whose buckets leave at its end, finds that out; a loop that
+accumulates, clips its own gradients or scales its loss is then served without overlap. Ranks need
+not agree on it: the order of the buckets is the same either way.
+
 [Note: parameters without gradients] A parameter whose gradient is None on some replicas counts as
 zero there. One that has none on any replica must keep none, for to the inner optimizer a gradient
 of zero is not the same (weight decay, moments). The replicas agree on those at the first step; such
 a parameter is left alone until a mean arrives for it that is not zero.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.base import WrappingOptimizer
+from thinwire.optim.buckets import FlatBucket, cut, version
+from thinwire.optim.departures import Departures
 from thinwire.optim.flat import Flat, local_part
-from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
+from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.wire import Group
 
+State = dict[str, Any]
 
-class GradientAverage(WrappingOptimizer):
+
+class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
     """Averages gradients over the replicas before each step of `inner`.
 
     With GradScaler, call `scaler.unscale_(optimizer)` before `average()`; `scaler.step(optimizer)`
@@ -33,7 +44,12 @@ class GradientAverage(WrappingOptimizer):
     Args:
         inner: any torch optimizer over the model's parameters.
         codec: the form in which gradients travel. Change it when `account.exposed` is a large share
-            of the run: Int8() first, then ErrorFeedback(Int4()).
+            of the run: Int8() first, then ErrorFeedback(Int4()), Threshold() for the thinnest
+            links.
+        bucket_mb: size of the buckets in MB of float32; about four of them by default. Raise it on
+            links with a long delay, lower it when the backward pass ends long before the network.
+        overlap: send buckets during the backward pass. "auto" does if the first step shows that
+            the loop allows it; True refuses loops that do not.
         group: a ProcessGroup or one dimension of a DeviceMesh; all ranks by default.
     """
 
@@ -41,18 +57,26 @@ class GradientAverage(WrappingOptimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        codec: Codec | ErrorFeedback | None = None,
+        codec: Codec | Feedback | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool | Literal["auto"] = "auto",
         group: Group = None,
     ) -> None:
-        if codec is not None and not isinstance(codec, Codec | ErrorFeedback):
+        if codec is not None and not isinstance(codec, Codec | Feedback):
             raise ValueError(f"codec takes a thinwire codec such as Int8(), got {codec!r}")
+        if overlap not in (True, False, "auto"):
+            raise ValueError(
+                f'GradientAverage(overlap=...) takes True, False or "auto", got {overlap!r}'
+            )
         super().__init__(inner, group=group, name="GradientAverage")
         self._trained = [p for p in self._parameters if p.requires_grad]
-        self._flat = Flat(self._trained)
-        self.codec = codec or Dense(self._flat.dtype)
-        self._buffer: Tensor | None = None
+        self.codec = codec or Dense(Flat(self._trained).dtype)
+        self._own_width = codec is None  # every bucket in the width of its own parameters
+        self._auto = overlap == "auto"
+        self._watched: dict[int, tuple[float, ...]] = {}  # the first step's gradients as they came
+        self._begun = False
         self._ahead = False  # the averaged gradients are already in place
-        self._idle: set[int] | None = None  # see [Note: parameters without gradients]
+        self._prepare(bucket_mb, overlap is True)
 
     @torch.no_grad()
     def average(self) -> bool:
@@ -61,32 +85,37 @@ class GradientAverage(WrappingOptimizer):
         Returns whether they are finite on every replica; `step()` skips if they are not.
         """
         self._require_same_start()
-        if self._buffer is None:
-            self._buffer = self._flat.new()
-        gradients = [p.grad for p in self._trained]
-        if self._idle is None:
-            used = self.wire.agree([float(g is not None) for g in gradients])
-            self._idle = {index for index, flag in enumerate(used) if not flag}
-        self._flat.pack(gradients, self._buffer)
-        flight = self.wire.mean(self._unscaled(self._buffer), self.codec)
-        mean = flight.wait()
-        self._finite = flight.finite
+        self._require_usable_gradients()
+        if not self._begun:
+            self._begin()
+        if self._auto:
+            self._choose_overlap()
+        self._launch_rest()
+        self._finite = self._land()
         if self._finite:
-            self._hand_over(self._flat.views(mean))
+            self._idle = self._still_idle()
+            self._hand_over()
         self._ahead = True
         return self._finite
 
-    def _hand_over(self, means: list[Tensor]) -> None:
+    def _launch(self, bucket: FlatBucket) -> None:
+        flat = self._unscaled(bucket.take_gradients())
+        codec = bucket.memory or (Dense(flat.dtype) if self._own_width else self.codec)
+        bucket.flight = self.wire.mean(flat, codec)
+
+    def _hand_over(self) -> None:
         """The averaged gradients to the parameters."""
-        assert self._idle is not None
-        self._idle = {index for index in self._idle if not means[index].any()}
-        for index, (parameter, mean) in enumerate(zip(self._trained, means, strict=True)):
-            if index in self._idle:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).copy_(mean)
+        for bucket in self.buckets:
+            means = bucket.views(bucket.buffer)
+            for index, parameter, mean in zip(
+                bucket.indices, bucket.parameters, means, strict=True
+            ):
+                if index in self._idle:
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local_part(parameter.grad).copy_(mean)
 
     def _step(self) -> None:
         if not self._ahead:
@@ -103,19 +132,126 @@ class GradientAverage(WrappingOptimizer):
         else:
             self.account.skipped += 1
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "codec": repr(self.codec)}
+    # -- overlap ----------------------------------------------------------------------------------
 
-    def method_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._idle is not None:
-            state["idle"] = sorted(self._idle)
-        if isinstance(self.codec, ErrorFeedback):
-            state["error"] = self.codec.state_dict()
-        return state
+    def _gradient_ready(self, index: int) -> None:
+        if self._ahead and self._overlaps():
+            raise RuntimeError(
+                "a backward pass between average() and step(): its gradients would be added to "
+                "the mean of this replica alone; call step() first, or zero_grad() to drop the "
+                "mean"
+            )
+        if self._auto:
+            self._watch(index)
+        super()._gradient_ready(index)
 
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        self._idle = set(state["idle"]) if "idle" in state else None
+    def _watch(self, index: int) -> None:
+        """Notes a gradient of the first step; one that is added to another counts as changed."""
+        now, before = _fingerprint(self._parameters[index]), self._watched.get(index)
+        added = before is not None and before[0] == now[0] and before[1] < now[1]
+        self._watched[index] = () if added else now
+
+    def _choose_overlap(self) -> None:
+        """See [Note: overlap]."""
+        untouched = all(
+            seen == _fingerprint(self._parameters[i]) for i, seen in self._watched.items()
+        )
+        self.overlap = untouched and not hasattr(self, "found_inf")
+        self._auto = False
+        self._watched.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
         self._ahead = False
-        if isinstance(self.codec, ErrorFeedback) and "error" in state:
-            self.codec.load_state_dict(state["error"])
+
+    def _how_to_clip(self) -> str:
+        return "To clip the mean, do so between average() and step()"
+
+    def _make_buckets(self, order: Sequence[int]) -> list[FlatBucket]:
+        kinds = [p.dtype == torch.float64 for p in self._parameters]
+        buckets = []
+        for members in cut(order, self._parameters, kinds, self.bucket_mb):
+            bucket = FlatBucket(members, self._parameters)
+            if isinstance(self.codec, Feedback):
+                bucket.memory = self.codec.fresh(bucket.flat.sizes)
+                bucket.memory.tentative = True  # a step is skipped for any bucket's sake
+            buckets.append(bucket)
+        return buckets
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        super()._arrange(order)
+        self._begun = True
+
+    def _still_idle(self) -> set[int]:
+        """Of the unused parameters those whose mean gradient, in the buffers now, is zero."""
+        idle = set()
+        for index in self._idle & self._place.keys():
+            bucket = self._bucket(index)
+            if not bucket.views(bucket.buffer)[bucket.indices.index(index)].any():
+                idle.add(index)
+        return idle
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def _settings(self) -> State:
+        return {**super()._settings(), "codec": repr(self.codec), "bucket_mb": self.bucket_mb}
+
+    def method_state(self) -> State:
+        """This replica's own; goes on bit for bit on as many ranks."""
+        return self._state_with(self.own_errors(), self.wire.size) if self._begun else {}
+
+    def portable_method_state(self) -> State:
+        """The same on every rank, and for any number of ranks. A collective: all ranks call it."""
+        return self._state_with(self.portable_errors(), 0) if self._begun else {}
+
+    def _state_with(self, errors: list[State], ranks: int) -> State:
+        return self._arrangement() | {"errors": errors, "ranks": ranks}
+
+    def load_method_state(self, state: State) -> None:
+        self._ahead, self._begun, self.buckets, self._place = False, False, [], {}
+        if "order" in state:
+            self._idle = set(state["idle"])
+            self._arrange_as(state["order"], state["buckets"])
+            self.load_errors(state["errors"], ranks=state["ranks"])
+
+    def own_errors(self) -> list[State]:
+        """Of this rank; for as many ranks."""
+        return self._of_feedback(lambda feedback: feedback.state_dict())
+
+    def portable_errors(self) -> list[State]:
+        """The same on every rank, and for any number of them. A collective: all ranks call it."""
+        size, rank = self.wire.size, self.wire.rank
+        return self._of_feedback(
+            lambda f: f.portable_state(lambda error: self.meeting.mean(error).wait(), size, rank)
+        )
+
+    def load_errors(self, errors: list[State], *, ranks: int) -> None:
+        """Errors as `own_errors` gave them on so many ranks, or portable ones (0)."""
+        if ranks not in (0, self.wire.size):
+            raise ValueError(
+                f"this state holds the errors of one of {ranks} ranks, and here are "
+                f"{self.wire.size}; save with portable_method_state(), which loads on any number"
+            )
+        for bucket, saved in zip(self.buckets, errors, strict=True):
+            if bucket.memory is None:
+                continue
+            copies = {
+                name: value.to(bucket.buffer.device, copy=True)
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in saved.items()
+            }
+            if ranks == 0:
+                bucket.memory.load_portable_state(copies, self.wire.size, self.wire.rank)
+            else:
+                bucket.memory.load_state_dict(copies)
+
+    def _of_feedback(self, get: Callable[[Feedback], State]) -> list[State]:
+        """An entry for every bucket; an empty one where the codec has no memory."""
+        return [{} if b.memory is None else get(b.memory) for b in self.buckets]
+
+
+def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
+    """The sum sees what the version does not: GradScaler.unscale_ writes past that."""
+    gradient = parameter.grad
+    return (0.0,) if gradient is None else (*version(parameter), float(local_part(gradient).sum()))

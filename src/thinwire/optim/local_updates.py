@@ -33,11 +33,12 @@ from torch import Tensor
 
 from thinwire.optim.auto_period import AutoPeriod
 from thinwire.optim.base import WrappingOptimizer
+from thinwire.optim.flat import local_part
 from thinwire.optim.fragment import Fragment, partition
 from thinwire.optim.outer import Outer, stability_warning
 from thinwire.optim.shards import Shards
 from thinwire.optim.travelling_buffers import TravellingBuffers
-from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
+from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.wire import Group
 
 Every = int | Literal["auto"]
@@ -79,7 +80,7 @@ class LocalUpdates(WrappingOptimizer):
         merge: float = 0.0,
         fragments: int | Sequence[Sequence[Tensor]] = 1,
         outer: Outer | None = None,
-        codec: Codec | ErrorFeedback | None = None,
+        codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
         group: Group = None,
@@ -98,7 +99,7 @@ class LocalUpdates(WrappingOptimizer):
                 tensors,
                 self.wire,
                 shards,
-                _own_codec(codec),
+                _own_codec(codec, tensors),
                 outer,
                 late=late,
                 fresh=fresh if late else 0.0,
@@ -242,10 +243,10 @@ class LocalUpdates(WrappingOptimizer):
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=4)
 
 
-def _own_codec(codec: Codec | ErrorFeedback | None) -> Codec | ErrorFeedback:
-    """Error feedback remembers one stream: every fragment gets its own."""
-    if isinstance(codec, ErrorFeedback):
-        return ErrorFeedback(codec.codec, decay=codec.decay)
+def _own_codec(codec: Codec | Feedback | None, tensors: Sequence[Tensor]) -> Codec | Feedback:
+    """A memory follows one stream: every fragment gets its own."""
+    if isinstance(codec, Feedback):
+        return codec.fresh([local_part(t).numel() for t in tensors])
     return codec or Dense()
 
 

@@ -6,6 +6,7 @@ LocalSGD         0                       1                             every rou
 SlowMo           0                       1, momentum .5                every round
 DiLoCo           0                       .7, Nesterov .9               every round
 StreamingDiLoCo  5 steps          .5     .4, Nesterov .9               hardly
+SparseLoCo       0                       1                             every round, briefly
 CO2              a round   0             1, momentum .2, gap, clipped  never
 Eager            a round   1/M           .4, Nesterov .9               never
 Overlapped       a round   1             1, momentum .5                never
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from thinwire.optim.local_updates import Every, LocalUpdates
 from thinwire.optim.outer import Outer
-from thinwire.wire.codecs import Codec, ErrorFeedback, Int4
+from thinwire.wire.codecs import Codec, ErrorFeedback, Feedback, Int4, TopK
 from thinwire.wire.wire import group_size
 
 Inner = torch.optim.Optimizer
@@ -80,7 +81,7 @@ class StreamingDiLoCo(LocalUpdates):
         merge: float = 0.5,
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
-        codec: Codec | ErrorFeedback | None = None,
+        codec: Codec | Feedback | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(
@@ -91,6 +92,27 @@ class StreamingDiLoCo(LocalUpdates):
             merge=merge,
             outer=Outer(lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
             codec=codec or Int4(),
+            **shared,
+        )
+
+
+class SparseLoCo(LocalUpdates):
+    """Of the progress of a round the largest 1.6 %, in two bits; the rest later, and fading."""
+
+    def __init__(
+        self,
+        inner: Inner,
+        *,
+        every: Every = 24,
+        outer_lr: float = 1.0,
+        codec: Codec | Feedback | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(
+            inner,
+            every=every,
+            outer=Outer(lr=outer_lr),
+            codec=codec or ErrorFeedback(TopK(), decay=0.95),
             **shared,
         )
 

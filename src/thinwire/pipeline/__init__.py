@@ -2,6 +2,7 @@
 
 from thinwire.pipeline.async_pipeline import AsyncPipeline, Record
 from thinwire.pipeline.cost import Cost, measure
+from thinwire.pipeline.cut import Cut
 from thinwire.pipeline.lookahead import LookAhead, StageSettings, stage_settings
 from thinwire.pipeline.micro_batches import micro_batches
 from thinwire.pipeline.partition import Stage, balance, parts_of, split, stage_memory
@@ -12,6 +13,7 @@ from thinwire.pipeline.synchronous import TorchPipeline
 __all__ = [
     "AsyncPipeline",
     "Cost",
+    "Cut",
     "LookAhead",
     "Record",
     "Schedule",

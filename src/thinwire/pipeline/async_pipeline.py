@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet
+from thinwire.pipeline.crossing import end_of
 from thinwire.pipeline.rehearsal import Rehearsal
 from thinwire.pipeline.schedule import Backward, Forward, Name, Schedule
 from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, ErrorFeedback, Threshold
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
 
@@ -67,8 +68,10 @@ class AsyncPipeline:
         accumulate: micro-batches per update. More of them make the delay smaller and updates rarer.
         lead: further micro-batches in flight per hop. Raise it when `account.exposed` grows with
             the link's delay (see `lead_for`); each adds an update of delay per hop.
-        codec: the form of activations; exact by default.
-        gradient_codec: the form of the gradients of activations; exact by default.
+        codec: the form of activations; exact by default. Threshold(...) sends the largest, without
+            error feedback, and gradients come back only where activations went (`crossing.py`).
+        gradient_codec: the form of the gradients of activations; exact by default. Beside a
+            Threshold for the activations it takes a second one, of what may come back.
         clip: largest norm of this stage's gradient; 0 does not clip.
         autocast: a dtype such as torch.bfloat16 to compute in where it is safe.
         update: replaces clipping and optimizer.step(); returns what `Record.norm` holds.
@@ -88,8 +91,8 @@ class AsyncPipeline:
         look_ahead: float = 0.0,
         accumulate: int = 1,
         lead: int = 0,
-        codec: Codec | None = None,
-        gradient_codec: Codec | None = None,
+        codec: Codec | Threshold | None = None,
+        gradient_codec: Codec | Threshold | None = None,
         clip: float = 1.0,
         autocast: torch.dtype | None = None,
         update: Callable[[], Any] | None = None,
@@ -106,6 +109,7 @@ class AsyncPipeline:
         self.stage, self.stages = self._meeting.rank, self._meeting.size
         self.schedule = Schedule(schedule, self.stage, self.stages, accumulate, lead)
         self._codec, self._gradient_codec = codec, gradient_codec
+        self._ends = [end_of(codec, gradient_codec) for _ in range(2)]  # before and after this one
         last = self.stage == self.stages - 1
         self.runner = StageRunner(
             module,
@@ -298,12 +302,14 @@ class AsyncPipeline:
         before, after = self.stage - 1, self.stage + 1
         lines = Lines(out_of)
         if into is not None:
-            come = Channel(self._activations, before, into, device, codec=self._codec)
-            back = Channel(self._gradients, before, into, device, codec=self._gradient_codec)
+            end = self._ends[0]
+            come = Channel(self._activations, before, into, device, codec=end.activations)
+            back = Channel(self._gradients, before, into, device, codec=end.gradients)
             lines.activations_in, lines.gradients_out = Inlet(come), Outlet(back, limit)
         if out_of is not None:
-            go = Channel(self._activations, after, out_of, device, codec=self._codec)
-            back = Channel(self._gradients, after, out_of, device, codec=self._gradient_codec)
+            end = self._ends[1]
+            go = Channel(self._activations, after, out_of, device, codec=end.activations)
+            back = Channel(self._gradients, after, out_of, device, codec=end.gradients)
             lines.activations_out, lines.gradients_in = Outlet(go, limit), Inlet(back)
         return lines
 
@@ -361,12 +367,16 @@ def _next(batches: Iterator[Batch], micro: int, total: int) -> Batch:
         ) from None
 
 
-def _require_stateless(**codecs: Codec | None) -> None:
+def _require_stateless(**codecs: Codec | Threshold | None) -> None:
     for name, codec in codecs.items():
         if isinstance(codec, ErrorFeedback):
             raise ValueError(
                 f"{name} takes a codec without memory: errors of one micro-batch's activations say "
                 f"nothing of the next one's; give {codec.codec!r}"
             )
-        if codec is not None and not isinstance(codec, Codec):
+        if isinstance(codec, Threshold) and codec.momentum:
+            raise ValueError(
+                f"{name}={codec!r}: momentum correction is for gradients of weights; leave it out"
+            )
+        if codec is not None and not isinstance(codec, Codec | Threshold):
             raise ValueError(f"{name} takes a thinwire codec such as Int8(), got {codec!r}")

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.pipeline.async_pipeline import Batch, Record
+from thinwire.pipeline.crossing import End, end_of
 from thinwire.pipeline.schedule import Action, Backward, Forward, Name, Schedule, Update
 from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
 from thinwire.wire.account import Account
-from thinwire.wire.codecs import Codec
+from thinwire.wire.codecs import Codec, Threshold
 
 Before = Callable[[int, int], None]
 
@@ -37,8 +38,8 @@ class SimulatedPipeline:
         look_ahead: float = 0.0,
         accumulate: int = 1,
         lead: int = 0,
-        codec: Codec | None = None,
-        gradient_codec: Codec | None = None,
+        codec: Codec | Threshold | None = None,
+        gradient_codec: Codec | Threshold | None = None,
         clip: float = 1.0,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -46,7 +47,8 @@ class SimulatedPipeline:
             raise ValueError(f"{len(modules)} stages with {len(optimizers)} optimizers")
         self.modules, self.optimizers = list(modules), list(optimizers)
         self.account = Account()
-        self._codec, self._gradient_codec = codec, gradient_codec
+        # of every stage towards the one before it and the one after it
+        self._ends = [[end_of(codec, gradient_codec) for _ in range(2)] for _ in modules]
         self.updates = 0
         count = len(modules)
         self.runners = [
@@ -93,7 +95,8 @@ class SimulatedPipeline:
         runner.restart()
         optimizer = self.optimizers[runner.schedule.stage]
         actions = runner.schedule.actions(updates)
-        return _Turns(runner, optimizer, actions, self._codec, self._gradient_codec, self.updates)
+        ends = self._ends[runner.schedule.stage]
+        return _Turns(runner, optimizer, actions, ends, self.updates)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -119,12 +122,12 @@ class _Turns:
         runner: StageRunner,
         optimizer: torch.optim.Optimizer,
         actions: Iterator[Action],
-        codec: Codec | None,
-        gradient_codec: Codec | None,
+        ends: list[End],
         updates: int,
     ) -> None:
         self._runner, self._optimizer, self._actions = runner, optimizer, actions
-        self._codec, self._gradient_codec, self._updates = codec, gradient_codec, updates
+        self._before, self._after = ends
+        self._updates = updates
         self.action: Action | None = next(actions, None)
         self.inputs: deque[Tensor] = deque()
         self.labels: deque[Tensor] = deque()
@@ -154,22 +157,25 @@ class _Turns:
         labels = self.labels.popleft() if self.next is None else None
         out = self._runner.forward(action.micro, action.version, self.inputs.popleft(), labels)
         if self.next is not None:
-            self.next.inputs.append(travelled(out, self._codec))
+            codecs = self._after.activations, self.next._before.activations
+            self.next.inputs.append(travelled(out, *codecs))
 
     def _backward(self, action: Backward) -> None:
         gradient = self.gradients.popleft() if self.next is not None else None
         passed_on = self._runner.backward(action.micro, gradient)
         if self.previous is not None:
             assert passed_on is not None
-            self.previous.gradients.append(travelled(passed_on, self._gradient_codec))
+            codecs = self._before.gradients, self.previous._after.gradients
+            self.previous.gradients.append(travelled(passed_on, *codecs))
 
 
-def travelled(tensor: Tensor, codec: Codec | None) -> Tensor:
-    """What arrives of a tensor that is sent in a codec."""
-    if codec is None:
+def travelled(tensor: Tensor, sender: Codec | None, receiver: Codec | None = None) -> Tensor:
+    """What arrives of a tensor that is sent in a codec. One that remembers what has passed is two,
+    one at each end."""
+    if sender is None:
         return tensor.clone()
     flat: Any = tensor.detach().float().contiguous().view(-1)
-    part = codec.part(flat.numel(), 1)
+    part = sender.part(flat.numel(), 1)
     out = torch.empty_like(flat)
-    codec.decode(codec.encode(flat, 1, part), part, out)
+    (receiver or sender).decode(sender.encode(flat, 1, part), part, out)
     return out.to(tensor.dtype).view(tensor.shape)

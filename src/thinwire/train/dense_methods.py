@@ -37,7 +37,7 @@ class AverageSettings:
 
     codec: str = "fp32"
     """Form in which gradients travel: fp32, bf16, fp16, int8 or int4, with error feedback as in
-    int4+ef."""
+    int4+ef; topk+ef or threshold:0.01 send a share of them (not under Adam)."""
 
 
 class DdpReplica(Replica):

@@ -19,6 +19,7 @@ from thinwire.optim import (
     LocalUpdates,
     Overlapped,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from thinwire.optim.base import WrappingOptimizer
@@ -76,6 +77,20 @@ class DiLoCoSettings(LocalSettings):
     rounds."""
     outer_momentum: float = 0.9
     """Nesterov momentum. Lower it in short runs: it needs tens of rounds to build up."""
+
+
+@dataclass
+class SparseLoCoSettings(LocalSettings):
+    """SparseLoCo: of a round's progress the largest values, in two bits."""
+
+    codec: str = "topk"
+    """Form in which progress travels; topk comes with an error feedback that fades (--decay)."""
+    decay: float = 0.95
+    """Share of what was not sent that is kept for the next round. Raise it towards 1 with few
+    rounds, lower it when the loss swings with them."""
+    outer_lr: float = 1.0
+    """Share of the mean progress that is taken over. Lower it when the loss swings with the
+    rounds."""
 
 
 @dataclass
@@ -184,6 +199,7 @@ PRESETS: dict[str, tuple[str, type[LocalSettings], type[LocalUpdates]]] = {
     "local-sgd": ("blocking averaging of the weights", LocalSgdSettings, LocalSGD),
     "diloco": ("long blocking rounds, Nesterov", DiLoCoSettings, DiLoCo),
     "streaming-diloco": ("DiLoCo by fragments, 4 bits", StreamingSettings, StreamingDiLoCo),
+    "sparseloco": ("blocking rounds, top 1.6 % in 2 bits", SparseLoCoSettings, SparseLoCo),
     "eager": ("DiLoCo one round late with own progress", EagerSettings, Eager),
 }
 
@@ -199,6 +215,10 @@ def build_local(
     values: dict[str, Any] = dict(vars(settings))
     values["every"] = parse_every(settings.every)
     values["codec"] = codecs.parse(settings.codec)
+    if "decay" in values:
+        decay, codec = values.pop("decay"), values["codec"]
+        if isinstance(codec, codecs.Codec):
+            values["codec"] = codecs.ErrorFeedback(codec, decay=decay)
     if "penalty" in values:
         values["penalty"] = _parse_penalty(values["penalty"])
         values["clip"] = values.pop("outer_clip") or None

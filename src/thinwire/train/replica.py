@@ -127,6 +127,9 @@ class WireReplica(Replica):
     def averages_gradients(self) -> bool:
         return isinstance(self.optimizer.codec, Dense)
 
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.optimizer.accumulating()
+
     def step(self, clip: float) -> float:
         finite = self.optimizer.average()
         norm = self._clip(clip) if finite else float("nan")
@@ -142,13 +145,14 @@ class WireReplica(Replica):
     def state(self) -> tuple[State, State]:
         inner = self.optimizer.inner.state_dict()
         shared = local_state({"model": self.model.state_dict(), "inner": inner})
+        shared["portable"] = self.optimizer.portable_method_state()
         return shared, {"method": self.optimizer.method_state()}
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         load_model_state(self.model, shared["model"])
         load_optimizer_state(self.optimizer.inner, shared["inner"])
-        # Error feedback belongs to a rank and its part of the buffer: with another number of ranks
-        # it starts anew, which costs what one step's payload had lost.
-        if same_replicas:
-            self.optimizer.load_method_state(private["method"])
+        # What a codec has not sent yet is a rank's own; on another number of ranks all of them
+        # start from the mean.
+        state = private["method"] if same_replicas else shared["portable"]
+        self.optimizer.load_method_state(state)
         self.optimizer.adopt_inner()

@@ -12,7 +12,7 @@ from thinwire.train.local_methods import LocalReplica
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica
 from thinwire.wire import codecs
-from thinwire.wire.codecs import ErrorFeedback
+from thinwire.wire.codecs import Feedback
 from thinwire.wire.wire import Group
 
 
@@ -53,7 +53,7 @@ def build_sparse(
 ) -> SparseAverage:
     """The optimizer that the flags describe."""
     codec = codecs.parse(settings.codec)
-    if isinstance(codec, ErrorFeedback):
+    if isinstance(codec, Feedback):
         raise UsageError(
             f"--codec {settings.codec}: error feedback adds to a payload what the one before has "
             f"lost, and each round sends other weights; use {settings.codec.removesuffix('+ef')}"

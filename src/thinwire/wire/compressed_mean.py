@@ -1,15 +1,22 @@
-"""The mean of payloads that cannot be added on the wire, in two phases.
+"""The mean of payloads that cannot be added on the wire.
+
+In two phases:
 
     every rank:   encode its N values as n parts, send part j to rank j               all_to_all
     rank j:       decode the n payloads of part j, average them in float32, encode
     every rank:   collect the n encoded averages and decode them                      all_gather
 
-All ranks decode the same bytes, so they hold the same bits. A rank sends 2 (n - 1) payloads of
-N / n values: the traffic of a ring all-reduce, at the codec's width. Error feedback acts on both
-encodings.
+A rank sends 2 (n - 1) payloads of N / n values: the traffic of a ring all-reduce, at the codec's
+width. Error feedback acts on both encodings. Rank j is the *owner* of part j. It may make something
+else of the average before it shares it out: an optimizer whose state is spread over the ranks makes
+a step of a gradient there.
 
-Rank j is the *owner* of part j. It may make something else of the average before it shares it out:
-an optimizer whose state is spread over the ranks makes a step of a gradient there.
+Or by gathering, for codecs that ask for it:
+
+    every rank:   encode its N values, send them to all, decode and average          all_gather
+
+A rank sends n - 1 payloads of N values, and nothing is lost by encoding the mean. Either way all
+ranks decode the same bytes and add in rank order, so they hold the same bits.
 """
 
 import threading
@@ -20,42 +27,85 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thinwire.wire import collectives
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Feedback
+from thinwire.wire.codecs.base import Split
 from thinwire.wire.collectives import Started
 
 Settle = Callable[[Started], None]
+Issued = tuple[Started, Callable[[], None]]
 Owner = Callable[[Tensor], Tensor]
 """The average of one's own part -> what is shared out in its place; it may overwrite the first."""
 
 
 def compressed_mean(
     flat: Tensor,
-    codec: Codec | ErrorFeedback,
+    codec: Codec | Feedback,
     group: ProcessGroup,
     finish: Settle,
     owner: Owner | None = None,
-) -> tuple[Started, Callable[[], None]]:
-    """Runs up to the launch of the second phase; `finish` blocks until a phase has arrived.
+) -> Issued:
+    """Runs up to the launch of the last phase; `finish` blocks until a phase has arrived.
 
-    Returns the second phase and what decodes it into `flat` once it has arrived.
+    Returns the last phase and what decodes it into `flat` once it has arrived.
     """
-    size, rank = group.size(), group.rank()
-    plain = codec.codec if isinstance(codec, ErrorFeedback) else codec
-    part = plain.part(flat.numel(), size)
+    use = codec if isinstance(codec, Feedback) else _Plain(codec)
+    if codec.gathers(group.size()) and owner is None:
+        return gathered_mean(flat, use, group)
+    return two_phase_mean(flat, use, group, finish, owner)
 
-    sent = _encode(codec, flat, size, part, side="worker")  # (n, bytes)
+
+class _Plain:
+    """A codec without memory, called as one with memory is."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.split = codec.split
+
+    def encode_worker(self, x: Tensor, split: Split) -> Tensor:
+        return self._codec.encode(x, split.rows, split.part)
+
+    def encode_owner(self, x: Tensor, split: Split, row: int) -> Tensor:
+        return self._codec.encode(x, 1, split.part)
+
+    def decode(self, payload: Tensor, split: Split, row: int, out: Tensor) -> Tensor:
+        return self._codec.decode(payload, split.part, out)
+
+
+def two_phase_mean(
+    flat: Tensor,
+    codec: Feedback | _Plain,
+    group: ProcessGroup,
+    finish: Settle,
+    owner: Owner | None,
+) -> Issued:
+    rank = group.rank()
+    split = codec.split(flat.numel(), group.size())
+
+    sent = codec.encode_worker(flat, split)  # (n, bytes)
     received = torch.empty_like(sent)
     finish(collectives.all_to_all(received, sent, group))
 
-    own = own_slice(flat.numel(), part, rank)
-    mean = decoded_mean(plain, received, part, _scratch.take(flat[own], "mean"))
+    own = own_slice(flat.numel(), split.part, rank)
+    mean = _add_up(codec, received, split, rank, _scratch.take(flat[own], "mean"))
     if owner is not None:
         mean = owner(mean)
-    encoded = _encode(codec, mean, 1, part, side="owner")  # (1, bytes)
+    encoded = codec.encode_owner(mean, split, rank)
     started = collectives.all_gather(received, encoded, group)
 
     def land(_in_use: tuple[Tensor, ...] = (sent, encoded)) -> None:  # the network reads these
-        plain.decode(received, part, flat)
+        codec.decode(received, split, 0, flat)
+
+    return started, land
+
+
+def gathered_mean(flat: Tensor, codec: Feedback | _Plain, group: ProcessGroup) -> Issued:
+    split = codec.split(flat.numel(), 1)
+    sent = codec.encode_worker(flat, split)  # (1, bytes)
+    received = sent.new_empty(group.size(), sent.shape[1])
+    started = collectives.all_gather(received, sent, group)
+
+    def land(_in_use: Tensor = sent) -> None:
+        _add_up(codec, received, split, 0, flat)
 
     return started, land
 
@@ -67,11 +117,19 @@ def own_slice(numel: int, part: int, rank: int) -> slice:
 
 
 def decoded_mean(codec: Codec, payloads: Tensor, part: int, out: Tensor) -> Tensor:
-    """Worker by worker, in rank order: one part of temporary memory, and one order of summation."""
+    """The mean of one part's payloads, into `out`."""
+    split = Split(out.numel(), 1, part)
+    return _add_up(_Plain(codec), payloads, split, 0, out)
+
+
+def _add_up(
+    codec: Feedback | _Plain, payloads: Tensor, split: Split, row: int, out: Tensor
+) -> Tensor:
+    """Rank by rank: one part of temporary memory, and one order of summation."""
     values = _scratch.take(out, "values")
-    codec.decode(payloads[:1], part, out)
-    for row in range(1, payloads.shape[0]):
-        out.add_(codec.decode(payloads[row : row + 1], part, values))
+    codec.decode(payloads[:1], split, row, out)
+    for rank in range(1, payloads.shape[0]):
+        out.add_(codec.decode(payloads[rank : rank + 1], split, row, values))
     return out.div_(payloads.shape[0])
 
 
@@ -90,10 +148,3 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-
-
-def _encode(codec: Codec | ErrorFeedback, x: Tensor, rows: int, part: int, *, side: str) -> Tensor:
-    if not isinstance(codec, ErrorFeedback):
-        return codec.encode(x, rows, part)
-    memory = codec.worker if side == "worker" else codec.owner
-    return memory.encode(codec.codec, x, rows, part, codec.decay)

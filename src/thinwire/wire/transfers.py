@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thinwire.wire import collectives
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.collectives import Started
 from thinwire.wire.compressed_mean import Owner, Settle, compressed_mean, decoded_mean, own_slice
 from thinwire.wire.flight import all_finite
@@ -35,20 +35,20 @@ def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Issue
     return started, land
 
 
-def two_phase_mean(
+def coded_mean(
     buffer: Tensor,
-    codec: Codec | ErrorFeedback,
+    codec: Codec | Feedback,
     group: ProcessGroup,
     finish: Settle,
     owner: Owner | None = None,
 ) -> Issued:
-    """`finish` blocks the issuing lane until the first phase has arrived."""
+    """`finish` blocks the issuing lane until a first phase has arrived."""
     started, decode = compressed_mean(buffer, codec, group, finish, owner)
 
     def land() -> None:
         decode()
-        if isinstance(codec, ErrorFeedback):
-            codec.settle(all_finite(buffer))
+        if isinstance(codec, Feedback):
+            codec.landed(all_finite(buffer))
 
     return started, land
 
@@ -92,6 +92,12 @@ def recv(buffer: Tensor, source: int, codec: Codec, group: ProcessGroup) -> Issu
 
 def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Issued:
     return collectives.all_reduce(buffer, group, op), lambda: None
+
+
+def all_to_all(rows: Tensor, group: ProcessGroup) -> Issued:
+    received = torch.empty_like(rows)
+    sent = rows.clone()
+    return collectives.all_to_all(received, sent, group), lambda: _arrived(rows.copy_(received))
 
 
 def gather_rows(rows: Tensor, own: Tensor, group: ProcessGroup) -> Issued:

@@ -17,13 +17,13 @@ from thinwire.errors import PeerLost
 from thinwire.wire import transfers, world
 from thinwire.wire.account import Account
 from thinwire.wire.carrier import Carrier
-from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
+from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part
-from thinwire.wire.compressed_mean import Owner, own_slice
+from thinwire.wire.compressed_mean import Owner
 from thinwire.wire.flight import Flight
 
-AnyCodec = Codec | ErrorFeedback
+AnyCodec = Codec | Feedback
 Group = ProcessGroup | DeviceMesh | None
 
 _REDUCTIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
@@ -94,15 +94,14 @@ class Wire:
         group = carrier.group
         if isinstance(codec, Dense) and codec.summable and owner is None:
             return carrier.launch(flat, lambda b: transfers.dense_mean(b, codec.dtype, group))
-        if isinstance(codec, ErrorFeedback):
+        if isinstance(codec, Feedback):
             # Refused here, where all ranks are at the same call, and not in a lane, where it would
             # depend on what has arrived.
-            own = own_slice(flat.numel(), codec.codec.part(flat.numel(), self.size), self.rank)
-            codec.take_off(flat.numel(), own.stop - own.start)
+            codec.take_off(flat.numel(), self.size, self.rank)
         flight = carrier.launch(
-            flat, lambda b: transfers.two_phase_mean(b, codec, group, carrier.finish_phase, owner)
+            flat, lambda b: transfers.coded_mean(b, codec, group, carrier.finish_phase, owner)
         )
-        if isinstance(codec, ErrorFeedback):
+        if isinstance(codec, Feedback):
             flight._when_settled(codec.touch_down)
         return flight
 
@@ -210,6 +209,21 @@ class Wire:
             )
         return use
 
+    def all_to_all(self, rows: Tensor) -> Flight:
+        """Row j of (ranks, anything) `rows` to rank j; in their place row i of what rank i has.
+
+        Of any dtype, and as it is: what codes it, codes it before."""
+        self._require_open()
+        if rows.dim() != 2 or rows.shape[0] != self.size or not rows.is_contiguous():
+            raise ValueError(
+                f"all_to_all takes a contiguous tensor of one row for each of {self.size} ranks, "
+                f"got shape {tuple(rows.shape)}, contiguous={rows.is_contiguous()}"
+            )
+        carrier = self._carrier
+        if carrier is None or rows.numel() == 0:
+            return Flight(rows, self.account)
+        return carrier.launch(rows, lambda b: transfers.all_to_all(b, carrier.group))
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
         self._require_open()
@@ -270,17 +284,18 @@ class Wire:
 def _checked(codec: AnyCodec | None, flat: Tensor) -> AnyCodec:
     if codec is None:
         return Dense(flat.dtype)
-    if not isinstance(codec, Codec | ErrorFeedback):
+    if not isinstance(codec, Codec | Feedback):
         raise ValueError(f"codec takes a thinwire codec such as Int8(), got {codec!r}")
     return codec
 
 
 def _stateless(codec: Codec | None, flat: Tensor) -> Codec:
     use = _checked(codec, flat)
-    if isinstance(use, ErrorFeedback):
+    if isinstance(use, Feedback):
+        plain = getattr(use, "codec", "a codec without memory")
         raise ValueError(
             f"only mean takes error feedback, whose memory follows one stream of payloads; "
-            f"give this transfer {use.codec!r}"
+            f"give this transfer {plain!r}"
         )
     return use
 

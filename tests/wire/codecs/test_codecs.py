@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.wire.codecs import NAMES, Codec, Dense, ErrorFeedback, Int4, Int8, parse
+from thinwire.wire.codecs import NAMES, Codec, Dense, ErrorFeedback, Feedback, Int4, Int8, parse
 
 SIZES = [1, 7, 255, 256, 257, 1000, 40001]
 QUANTIZERS: list[Int8 | Int4] = [Int8(), Int4(), Int8(64), Int4(8)]
@@ -165,7 +165,7 @@ def test_codecs_by_name() -> None:
     assert coded.codec == Int4()
     assert parse("int4+ef") is not coded, "each has its own memory"
     for name in NAMES:
-        assert isinstance(parse(name), Codec)
+        assert isinstance(parse(name), Codec | Feedback)
 
 
 @pytest.mark.parametrize("name", ["int3", "", "int8+", "int8+xx", "+ef", "INT8", "int8 ", "ef"])

@@ -11,9 +11,23 @@ least: that is how all replicas agree to skip a step without another message.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """`numel` values as `rows` rows of `part` each, the last ones short or empty."""
+
+    numel: int
+    rows: int
+    part: int
+
+    def own(self, row: int) -> int:
+        """Values in row `row`, padding left out."""
+        return max(0, min(self.numel - row * self.part, self.part))
 
 
 class Codec(ABC):
@@ -39,6 +53,17 @@ class Codec(ABC):
         """Values per row when `numel` values are spread over `rows` rows."""
         align = self.alignment(numel, rows)
         return -(-numel // (rows * align)) * align
+
+    def split(self, numel: int, rows: int) -> Split:
+        return Split(numel, rows, self.part(numel, rows))
+
+    def row_bytes(self, split: Split) -> int:
+        return self.payload_bytes(split.part)
+
+    def gathers(self, size: int) -> bool:
+        """Whether a mean over `size` ranks sends every payload to everybody, instead of taking two
+        phases. For payloads that lose more in the second phase than it saves."""
+        return False
 
     @property
     def bits(self) -> float:

@@ -8,15 +8,16 @@ still kept equals the sum of all that was given. e' and E' replace e and E only 
 landed and its result was finite, so a skipped step leaves no trace.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.wire.codecs.base import Codec
+from thinwire.wire.codecs.base import Codec, Split
+from thinwire.wire.codecs.feedback import Feedback, Mean, State
 
 
-class ErrorFeedback:
+class ErrorFeedback(Feedback):
     """Wraps a codec with memory for ONE stream of payloads: make one for each buffer that is sent.
 
     Args:
@@ -26,48 +27,83 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec, *, decay: float = 1.0) -> None:
-        if isinstance(codec, ErrorFeedback):
-            raise ValueError("ErrorFeedback(ErrorFeedback(...)): one layer keeps all of the error")
-        if not isinstance(codec, Codec):
-            raise ValueError(f"ErrorFeedback wraps a codec such as Int8(), got {codec!r}")
+        _require_codec(codec)
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"ErrorFeedback(decay=...) takes a number in [0, 1], got {decay}")
         self.codec = codec
         self.decay = decay
         self.worker = _Memory("worker")
         self.owner = _Memory("owner")
-        self._in_the_air = False
 
-    def take_off(self, numel: int, own: int) -> None:
-        """A payload of `numel` values is launched, of whose mean this rank owns `own`."""
-        if self._in_the_air:
-            raise RuntimeError(
-                "an ErrorFeedback codec got a second payload while its first is still in the air; "
-                "wait for that flight, or make one ErrorFeedback for each buffer that is sent"
-            )
+    def fresh(self, sizes: Sequence[int] | None = None) -> "ErrorFeedback":
+        return ErrorFeedback(self.codec, decay=self.decay)
+
+    def require(self, numel: int, size: int, rank: int) -> None:
         self.worker.require(numel)
-        self.owner.require(own)
-        self._in_the_air = True
+        self.owner.require(0 if self.gathers(size) else self.split(numel, size).own(rank))
 
-    def touch_down(self) -> None:
-        """The flight has been waited for."""
-        self._in_the_air = False
+    def gathers(self, size: int) -> bool:
+        return self.codec.gathers(size)
 
-    def settle(self, finite: bool) -> None:
-        """The flight landed: takes over the new errors, or drops them with the skipped step."""
-        self.worker.settle(finite)
-        self.owner.settle(finite)
+    def split(self, numel: int, rows: int) -> Split:
+        return self.codec.split(numel, rows)
 
-    def state_dict(self) -> dict[str, Any]:
+    def row_bytes(self, split: Split) -> int:
+        return self.codec.row_bytes(split)
+
+    def encode_worker(self, x: Tensor, split: Split) -> Tensor:
+        return self.worker.encode(self.codec, x, split.rows, split.part, self.decay)
+
+    def encode_owner(self, x: Tensor, split: Split, row: int) -> Tensor:
+        return self.owner.encode(self.codec, x, 1, split.part, self.decay)
+
+    def decode(self, payload: Tensor, split: Split, row: int, out: Tensor) -> Tensor:
+        return self.codec.decode(payload, split.part, out)
+
+    def settle(self, taken: bool) -> None:
+        self.worker.settle(taken)
+        self.owner.settle(taken)
+
+    def state_dict(self) -> State:
         return {"worker": self.worker.error, "owner": self.owner.error}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.worker = _Memory("worker", state["worker"])
         self.owner = _Memory("owner", state["owner"])
         self._in_the_air = False
 
+    def portable_state(self, mean: Mean, size: int, rank: int) -> State:
+        """The workers' mean error, and the owners' parts as the one buffer they were cut from."""
+        error = self.worker.error
+        if error is None:
+            return {"worker": None, "owner": None}
+        whole = torch.zeros_like(error)
+        if self.owner.error is not None:
+            self._own(whole, size, rank).copy_(self.owner.error)
+        return {"worker": mean(error.clone()), "owner": mean(whole).mul_(size)}
+
+    def load_portable_state(self, state: State, size: int, rank: int) -> None:
+        worker, owner = state["worker"], state["owner"]
+        if owner is not None and self.gathers(size):  # no owners: their error is everybody's
+            worker, owner = worker.add_(owner), None
+        own = None if owner is None else self._own(owner, size, rank).clone()
+        self.load_state_dict({"worker": worker, "owner": own})
+
+    def _own(self, whole: Tensor, size: int, rank: int) -> Tensor:
+        """The part of a buffer whose mean this rank computes."""
+        split = self.split(whole.numel(), size)
+        start = min(whole.numel(), rank * split.part)
+        return whole[start : start + split.own(rank)]
+
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r}, decay={self.decay})"
+
+
+def _require_codec(given: object) -> None:
+    if isinstance(given, Feedback):
+        raise ValueError(f"ErrorFeedback({given!r}): one layer keeps all of the error")
+    if not isinstance(given, Codec):
+        raise ValueError(f"ErrorFeedback wraps a codec such as Int8(), got {given!r}")
 
 
 class _Memory:
@@ -94,8 +130,8 @@ class _Memory:
         self._next = z.sub_(codec.decode(payload, part, x))
         return payload
 
-    def settle(self, finite: bool) -> None:
-        if finite and self._next is not None:
+    def settle(self, taken: bool) -> None:
+        if taken and self._next is not None:
             self.error, self._next = self._next, self.error
         self._spare, self._next = self._next, None
 

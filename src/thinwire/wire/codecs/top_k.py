@@ -1,0 +1,85 @@
+"""TopK: the largest few values of every chunk, in two bits each. SparseLoCo's payload, 2508.15706.
+
+Of each chunk of 4096 values the 64 of largest magnitude are sent (1.6 %), as sparse.py lays them
+out: 80 bytes for their places, 16 for the values, 4 for the range, 0.2 bits a value in all. Use it
+with `ErrorFeedback(TopK(), decay=0.95)`: what is not sent this round is sent in a later one, and
+what waits for long fades.
+
+Unlike `Threshold` it keeps no state and searches every time: it is meant for payloads that are sent
+once in many steps.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.wire.codecs.base import Codec, as_rows
+from thinwire.wire.codecs.sparse import Segment, SparseRow, check_sparse
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    chunk: int = 4096
+    """Values among which the largest are searched. Smaller chunks spread what is sent more evenly
+    over the tensors; each costs 4 bytes."""
+    k: int = 64
+    """Values sent of a chunk. Raise it when the loss falls behind that of a dense payload."""
+    value_bits: int = 2
+    """Of a value: 1, 2, 4, 8, 16 or 32."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 256 or self.chunk % 256:
+            raise ValueError(f"TopK(chunk=...) takes a multiple of 256, got {self.chunk}")
+        if not 1 <= self.k <= self.chunk:
+            raise ValueError(f"TopK(k=...) takes 1 to chunk ({self.chunk}), got {self.k}")
+        check_sparse("TopK", value_bits=self.value_bits)
+
+    def gathers(self, size: int) -> bool:
+        """Two ranks send no more by exchanging payloads, and then nothing is lost a second time."""
+        return size <= 2
+
+    def alignment(self, numel: int, rows: int) -> int:
+        # Whole chunks, except for buffers so small that a row is less than one.
+        return self.chunk if numel >= rows * self.chunk else 8
+
+    def payload_bytes(self, part: int) -> int:
+        return _form(self, part).nbytes
+
+    def encode(self, x: Tensor, rows: int, part: int) -> Tensor:
+        form = _form(self, part)
+        payload = torch.zeros(rows, form.nbytes, dtype=torch.uint8, device=x.device)
+        for row, values in enumerate(as_rows(x, rows, part) if part else []):
+            form.pack(values, form.admit(self._largest(values, form)), payload[row])
+        return payload
+
+    def decode(self, payload: Tensor, part: int, out: Tensor) -> Tensor:
+        rows, form = payload.shape[0], _form(self, part)
+        exact = out.numel() == rows * part
+        target = out if exact else out.new_empty(rows * part)
+        for row, values in enumerate(target.view(rows, part) if part else []):
+            form.unpack(payload[row], values)
+        return out if exact else out.copy_(target[: out.numel()])
+
+    def _largest(self, values: Tensor, form: SparseRow) -> Tensor:
+        """Ascending places; all chunks have the length and the number of the first."""
+        first = form.segments[0]
+        size = values.abs().view(len(form.segments), first.stop)
+        # A NaN counts as larger than anything, and so reaches everybody.
+        if size.device.type == "cpu":
+            at = first.stop - first.keep
+            inside = torch.from_numpy(np.argpartition(size.numpy(), at, axis=1)[:, at:])
+        else:
+            inside = size.topk(first.keep, dim=1, sorted=False).indices
+        starts = torch.arange(0, values.numel(), first.stop, device=values.device)
+        return (inside + starts.unsqueeze(1)).view(-1).sort().values
+
+
+@lru_cache(maxsize=64)
+def _form(codec: TopK, part: int) -> SparseRow:
+    width = min(codec.chunk, max(part, 1))
+    keep = max(1, round(codec.k * width / codec.chunk))
+    segments = [Segment(start, start + width, keep) for start in range(0, part, width)]
+    return SparseRow(part, segments, [], codec.value_bits)
