@@ -115,6 +115,11 @@ def test_a_stop_in_mid_leg_and_other_numbers_of_replicas(ranks, small, tmp_path)
         (["--stages", "2", "--replicas", "1", "--tied", "yes"], "are one parameter"),
         (["--stages", "2", "--replicas", "1", "--cut", "9"], "rising numbers"),
         (["--stages", "2", "--replicas", "1", "--activation-codec", "int8+ef"], "use int8"),
+        (["--stages", "2", "--activation-codec", "threshold:2"], "threshold:2 takes a share"),
+        (
+            ["--stages", "2", "--activation-codec", "threshold:0.1", "--gradient-codec", "int8"],
+            "--gradient-codec int8",
+        ),
     ],
 )
 def test_bad_stages_are_refused_before_anything_starts(flags, message, small, tmp_path):

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.errors import UsageError
 from thinwire.pipeline import Stage, measure, parts_of, split
+from thinwire.pipeline.crossing import end_of
 from thinwire.train.models import Stack
 from thinwire.wire import codecs
-from thinwire.wire.codecs import Codec, ErrorFeedback
+from thinwire.wire.codecs import Codec, Threshold
 from thinwire.wire.world import World
 
 
@@ -40,7 +41,8 @@ class PipelineConfig:
     """Further micro-batches in flight between neighbours. Raise it when time is exposed on links
     with a long delay; each one makes gradients another update late per hop."""
     activation_codec: str = "fp32"
-    """Form in which activations go to the next stage: fp32, bf16, fp16, int8 or int4."""
+    """Form in which activations go to the next stage: fp32, bf16, fp16, int8, int4, or the largest
+    of them as in threshold:0.1, whose gradients come back the same way."""
     gradient_codec: str = "fp32"
     """Form in which their gradients come back. Keep it a step wider than the activations'."""
     cut: tuple[int, ...] = ()
@@ -67,13 +69,19 @@ def check_pipeline(config: PipelineConfig, accumulate: int) -> None:
         )
     if config.schedule == "2bw" and not config.stash:
         raise UsageError("--schedule 2bw is its two versions of the weights: leave out --no-stash")
-    for name in ("activation_codec", "gradient_codec"):
-        parse_codec(getattr(config, name), name)
+    there = parse_codec(config.activation_codec, "activation_codec")
+    back = parse_codec(config.gradient_codec, "gradient_codec")
+    try:
+        end_of(there, back)
+    except ValueError as error:
+        raise UsageError(f"--gradient-codec {config.gradient_codec}: {error}") from None
 
 
-def parse_codec(text: str, name: str) -> Codec | None:
+def parse_codec(text: str, name: str) -> Codec | Threshold | None:
     codec = codecs.parse(text)
-    if isinstance(codec, ErrorFeedback):
+    if isinstance(codec, Threshold):
+        return Threshold(codec.density, codec.refresh, value_bits=8)  # nothing makes up for less
+    if not isinstance(codec, Codec):
         raise UsageError(
             f"--{name.replace('_', '-')} {text}: the errors of one micro-batch say nothing of the "
             f"next; use {text.removesuffix('+ef')}"

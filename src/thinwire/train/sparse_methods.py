@@ -56,7 +56,7 @@ def build_sparse(
     if isinstance(codec, Feedback):
         raise UsageError(
             f"--codec {settings.codec}: error feedback adds to a payload what the one before has "
-            f"lost, and each round sends other weights; use {settings.codec.removesuffix('+ef')}"
+            "lost, and each round sends other weights; use one without, such as int8 or int4"
         )
     return SparseAverage(
         inner,
