@@ -146,10 +146,9 @@ class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
         super()._gradient_ready(index)
 
     def _watch(self, index: int) -> None:
-        """Notes a gradient of the first step; one that is added to another counts as changed."""
-        now, before = _fingerprint(self._parameters[index]), self._watched.get(index)
-        added = before is not None and before[0] == now[0] and before[1] < now[1]
-        self._watched[index] = () if added else now
+        """Notes a gradient of the first step; a second one for the same parameter changes it."""
+        again = index in self._watched
+        self._watched[index] = () if again else _fingerprint(self._parameters[index])
 
     def _choose_overlap(self) -> None:
         """See [Note: overlap]."""
@@ -163,6 +162,7 @@ class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._ahead = False
+        self._watched.clear()
 
     def _how_to_clip(self) -> str:
         return "To clip the mean, do so between average() and step()"
