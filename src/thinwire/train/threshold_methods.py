@@ -1,5 +1,6 @@
 """Dynamic thresholds for the trainer: its flags, and the optimizer these describe."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,15 @@ def _codec(settings: DctSettings) -> Threshold:
             momentum=settings.correction,
         )
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(_by_flag(str(error))) from None
+
+
+def _by_flag(message: str) -> str:
+    """`Threshold(value_bits=...) takes ...` in the words of the command line."""
+    named = message.replace("(momentum=...)", "(correction=...)")
+    return re.sub(
+        r"Threshold\((\w+)=\.\.\.\)", lambda m: "--" + m[1].replace("_", "-"), named, count=1
+    )
 
 
 def check_dct(settings: DctSettings) -> None:
