@@ -141,7 +141,7 @@ def _remembered_mean(payloads: list[Tensor], codecs: Sequence[Any]) -> Tensor:
     return mean
 
 
-def _sent_bytes(flat: Tensor, codec: Any, size: int) -> int:
+def _sent_bytes(flat: Tensor, codec: Codec | Feedback, size: int) -> int:
     """What `Wire` would count."""
     if isinstance(codec, Dense) and codec.summable:
         return all_reduce_bytes(flat.numel() * codec.dtype.itemsize, size)
