@@ -54,9 +54,10 @@ def build_sparse(
     """The optimizer that the flags describe."""
     codec = codecs.parse(settings.codec)
     if isinstance(codec, Feedback):
+        plain, plus, _ = settings.codec.partition("+")
         raise UsageError(
             f"--codec {settings.codec}: error feedback adds to a payload what the one before has "
-            "lost, and each round sends other weights; use one without, such as int8 or int4"
+            f"lost, and each round sends other weights; use {plain if plus else 'int8 or int4'}"
         )
     return SparseAverage(
         inner,
