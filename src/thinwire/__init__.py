@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from thinwire import pipeline
     from thinwire.optim import (
         CO2,
+        DSGD,
+        DecentLaM,
         DiLoCo,
+        DmSGD,
         Eager,
         GradientAverage,
         Lamb,
@@ -37,10 +40,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CO2",
+    "DSGD",
     "Account",
     "AsyncPipeline",
     "Cut",
+    "DecentLaM",
     "DiLoCo",
+    "DmSGD",
     "Eager",
     "Flight",
     "GradientAverage",

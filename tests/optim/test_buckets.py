@@ -159,14 +159,12 @@ def test_without_overlap_any_loop_works(ranks: Ranks) -> None:
 
 def test_sizes_of_buckets() -> None:
     parameters = [torch.zeros(250_000) for _ in range(12)]  # 1 MB each
-    groups: list[dict[str, Any]] = [{"compress": True, "betas": (0.9, 0.999)}] * 12
-    sizes = [len(b.indices) for b in arrange(range(12), parameters, groups, None)]
+    sizes = [len(b) for b in arrange(range(12), parameters, ["a"] * 12, None)]
     assert sizes == [3, 3, 3, 3], "about four"
-    sizes = [len(b.indices) for b in arrange(range(12), parameters, groups, 5.0)]
+    sizes = [len(b) for b in arrange(range(12), parameters, ["a"] * 12, 5.0)]
     assert sizes == [5, 5, 2]
-    mixed = groups[:6] + [{"compress": False, "betas": (0.9, 0.999)}] * 6
-    kinds = [b.compress for b in arrange(range(12), parameters, mixed, 25.0)]
-    assert kinds == [True, False]
+    kinds = ["a", "b"] * 6
+    assert arrange(range(12), parameters, kinds, 25.0) == [[*range(0, 12, 2)], [*range(1, 12, 2)]]
 
 
 def test_hooks_let_the_optimizer_go() -> None:

@@ -18,7 +18,7 @@ from tests.conftest import Ranks
 from tests.optim import one_bit_oracle as oracle
 from tests.optim.one_bit_oracle import SHAPES
 from thinwire.optim import one_bit, one_bit_lamb
-from thinwire.optim.buckets import Bucket
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer, squared_norm
 
 LR = 0.02
@@ -108,7 +108,7 @@ def unit_coefficient() -> float:
 
 
 def coefficient_trap() -> Any:
-    def skipping_ones(self: Any, bucket: Bucket, directions: list[Tensor]) -> None:
+    def skipping_ones(self: Any, bucket: MomentBucket, directions: list[Tensor]) -> None:
         c = self._coefficients(bucket, directions)
         average = self._scalar(bucket, "coefficient", 0.0)
         average.copy_(torch.where(c == 1.0, average, average.lerp(c, 1 - self._b3)))

@@ -2,6 +2,8 @@
 
 from thinwire.optim import hooks
 from thinwire.optim.base import WireOptimizer
+from thinwire.optim.decentlam import DecentLaM
+from thinwire.optim.dsgd import DSGD, DmSGD
 from thinwire.optim.gradient_average import GradientAverage
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.local_updates import LocalUpdates
@@ -24,7 +26,10 @@ from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "CO2",
+    "DSGD",
+    "DecentLaM",
     "DiLoCo",
+    "DmSGD",
     "Eager",
     "GradientAverage",
     "Lamb",

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.buckets import Bucket, arrange
+from thinwire.optim.buckets import arrange
 from thinwire.optim.checks import require_betas, require_nonnegative
-from thinwire.optim.departures import Departures
+from thinwire.optim.departures import Departures, State
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.wire import Group
 
-State = dict[str, Any]
 
-
-class BucketedOptimizer(Departures[Bucket]):
+class BucketedOptimizer(Departures[MomentBucket]):
     """A method implements `_launch`, `_step` and, for its own state, `_kept` and `_restore`."""
 
     def __init__(
@@ -61,9 +60,6 @@ class BucketedOptimizer(Departures[Bucket]):
             self.account.skipped += 1
         return finite
 
-    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
-        return arrange(order, self._parameters, self._groups, self.bucket_mb, **self._ownership())
-
     def _arrange(self, order: Sequence[int]) -> None:
         """Makes the buckets, and takes over what earlier ones hold."""
         earlier = self._whole_entries()
@@ -73,22 +69,26 @@ class BucketedOptimizer(Departures[Bucket]):
                 self._bucket(index).adopt(index, earlier[index])
         self._show_state()
 
+    def _make_buckets(self, order: Sequence[int]) -> list[MomentBucket]:
+        kinds = [(group["compress"], tuple(group["betas"])) for group in self._groups]
+        place = self._ownership()
+        return [
+            MomentBucket(members, self._parameters, self._groups, **place)
+            for members in arrange(order, self._parameters, kinds, self.bucket_mb)
+        ]
+
     def _ownership(self) -> dict[str, int]:
         """Into how many parts the moments are spread, and which is this rank's."""
         return {"size": 1, "rank": 0}
 
     def _settings(self) -> dict[str, Any]:
-        groups = {
-            str(number): {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
-            for number, group in enumerate(self.param_groups)
-        }
-        return super()._settings() | {"bucket_mb": self.bucket_mb, "group": groups}
+        return super()._settings() | self._group_settings()
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """This rank's state, its own errors included: goes on bit for bit on as many ranks."""
-        state = self._described(self._whole_entries())
+        state = self._described(self._whole_entries(), self._method_state())
         return state | {"errors": self.own_errors(), "ranks": self._layout()}
 
     def portable_state_dict(self) -> State:
@@ -97,25 +97,10 @@ class BucketedOptimizer(Departures[Bucket]):
 
     def common_state(self) -> State:
         """What is the same on all ranks; a collective, for some methods must find that first."""
-        return self._described(self._common_entries())
+        return self._described(self._common_entries(), self._method_state())
 
-    def _described(self, kept: dict[int, dict[str, Tensor]]) -> State:
-        index = {id(p): i for i, p in enumerate(self._parameters)}
-        groups = [
-            {k: v for k, v in group.items() if k != "params"}
-            | {"params": [index[id(p)] for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        method = {
-            "name": type(self).__name__,
-            "steps": self.steps,
-        }
-        method |= self._arrangement() | self._kept()
-        state = {
-            i: {name: tensor.clone() for name, tensor in entries.items()}
-            for i, entries in kept.items()
-        }
-        return {"state": state, "param_groups": groups, "method": method}
+    def _method_state(self) -> State:
+        return {"steps": self.steps} | self._kept()
 
     def own_errors(self) -> list[State]:
         return [bucket.feedback.state_dict() for bucket in self.buckets]
@@ -133,14 +118,13 @@ class BucketedOptimizer(Departures[Bucket]):
         self.load_errors(state_dict["errors"], ranks=state_dict["ranks"])
 
     def load_common_state(self, saved: State) -> None:
-        self._check_state(saved)
-        for group, values in zip(self.param_groups, saved["param_groups"], strict=True):
-            group.update({k: v for k, v in values.items() if k != "params"})
-            group["betas"] = tuple(group["betas"])
-        method = saved["method"]
-        self.steps, self._idle = method["steps"], set(method["idle"])
-        self._restore(method)
-        self._arrange_as(method["order"], method["buckets"])
+        self._check_described(saved)
+        for index, entries in sorted(saved["state"].items(), key=lambda item: int(item[0])):
+            wanted = self._parameters[int(index)].shape
+            self._check_shape(int(index), entries["exp_avg"].shape, wanted)
+        self.steps = saved["method"]["steps"]
+        self._restore(saved["method"])
+        self._load_described(saved)
         for index, entries in saved["state"].items():
             self._bucket(int(index)).adopt(int(index), entries)
         self._show_state()
@@ -171,7 +155,7 @@ class BucketedOptimizer(Departures[Bucket]):
         """Which of a bucket's values this rank sends over the wire."""
         return whole
 
-    def _mean_error(self, bucket: Bucket) -> Tensor | None:
+    def _mean_error(self, bucket: MomentBucket) -> Tensor | None:
         if not self._has_errors(bucket):
             return None
         whole = torch.zeros_like(bucket.buffer)
@@ -180,7 +164,7 @@ class BucketedOptimizer(Departures[Bucket]):
         self.meeting.mean(self._sent(whole)).wait()
         return self._assembled(whole)
 
-    def _all_owners(self, bucket: Bucket) -> Tensor | None:
+    def _all_owners(self, bucket: MomentBucket) -> Tensor | None:
         if not self._has_errors(bucket):
             return None
         whole = torch.zeros_like(bucket.buffer)
@@ -190,7 +174,7 @@ class BucketedOptimizer(Departures[Bucket]):
         self.meeting.mean(sent).wait().mul_(self.meeting.size)
         return self._assembled(whole)
 
-    def _has_errors(self, bucket: Bucket) -> bool:
+    def _has_errors(self, bucket: MomentBucket) -> bool:
         """Whether anything of it was compressed so far, the same on all ranks."""
         return bucket.feedback.worker.error is not None
 
@@ -198,29 +182,9 @@ class BucketedOptimizer(Departures[Bucket]):
         """With what other ranks than those of the wire have of it."""
         return whole
 
-    def _own_slice(self, bucket: Bucket, whole: Tensor) -> Tensor:
+    def _own_slice(self, bucket: MomentBucket, whole: Tensor) -> Tensor:
         part = bucket.feedback.codec.part(whole.numel(), self.wire.size)
         return whole[own_slice(whole.numel(), part, self.wire.rank)]
-
-    def _check_state(self, saved: State) -> None:
-        name = type(self).__name__
-        kind = saved.get("method", {}).get("name", "another optimizer")
-        if kind != name:
-            raise ValueError(f"{name} cannot load the state of {kind}")
-        sizes = [len(group["params"]) for group in saved["param_groups"]]
-        here = [len(group["params"]) for group in self.param_groups]
-        if sizes != here:
-            raise ValueError(
-                f"{name}: the state has groups of {sizes} parameters, this optimizer of {here}; "
-                "load it into the model it was saved with"
-            )
-        for index, entries in sorted(saved["state"].items(), key=lambda item: int(item[0])):
-            shape, wanted = entries["exp_avg"].shape, self._parameters[int(index)].shape
-            if shape != wanted:
-                raise ValueError(
-                    f"{name}: parameter {index} has shape {tuple(wanted)}, in the state "
-                    f"{tuple(shape)}; load it into the model it was saved with"
-                )
 
     def _entries(self) -> dict[int, dict[str, Tensor]]:
         """What is kept here, by parameter."""

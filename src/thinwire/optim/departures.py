@@ -1,4 +1,4 @@
-"""Departures: methods that send gradients in buckets, during the backward pass.
+"""Departures: methods that send buckets during the backward pass.
 
 [Note: unused parameters] A parameter that has no gradient on any rank is left alone, as torch's
 optimizers do. The ranks agree on those at the first step; a mean gradient that is not zero ends it.
@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from thinwire.optim.base import WireOptimizer
-from thinwire.optim.buckets import Backward, FlatBucket
+from thinwire.optim.buckets import Backward, Bucket
 from thinwire.optim.checks import require_dense_gradient, require_positive
 
 State = dict[str, Any]
-B = TypeVar("B", bound=FlatBucket)
+B = TypeVar("B", bound=Bucket)
 
 
 class Departures(WireOptimizer, Generic[B]):
@@ -157,3 +157,59 @@ class Departures(WireOptimizer, Generic[B]):
 
     def _bucket(self, index: int) -> B:
         return self.buckets[self._place[index]]
+
+    def _group_settings(self) -> State:
+        """What all ranks must have been given alike, but for the learning rate."""
+        groups = {
+            str(number): {k: str(v) for k, v in group.items() if k not in ("params", "lr")}
+            for number, group in enumerate(self.param_groups)
+        }
+        return {"bucket_mb": self.bucket_mb, "group": groups}
+
+    # -- what all of them save --------------------------------------------------------------------
+
+    def _described(self, kept: dict[int, dict[str, torch.Tensor]], more: State) -> State:
+        """As torch's optimizers have it, and under "method" what is the method's own; a copy."""
+        index = {id(p): i for i, p in enumerate(self._parameters)}
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            | {"params": [index[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        state = {
+            i: {name: tensor.clone() for name, tensor in entries.items()}
+            for i, entries in kept.items()
+        }
+        method = {"name": type(self).__name__} | self._arrangement() | more
+        return {"state": state, "param_groups": groups, "method": method}
+
+    def _check_described(self, saved: State) -> None:
+        """Refuses the state of another method, or of other parameters."""
+        name = type(self).__name__
+        kind = saved.get("method", {}).get("name", "another optimizer")
+        if kind != name:
+            raise ValueError(f"{name} cannot load the state of {kind}")
+        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if sizes != here:
+            raise ValueError(
+                f"{name}: the state has groups of {sizes} parameters, this optimizer of {here}; "
+                "load it into the model it was saved with"
+            )
+
+    def _check_shape(self, index: int, shape: torch.Size, wanted: torch.Size) -> None:
+        if shape != wanted:
+            raise ValueError(
+                f"{type(self).__name__}: parameter {index} has shape {tuple(wanted)}, in the state "
+                f"{tuple(shape)}; load it into the model it was saved with"
+            )
+
+    def _load_described(self, saved: State) -> None:
+        """The settings of the groups, and the buckets; JSON has made lists of tuples."""
+        for group, values in zip(self.param_groups, saved["param_groups"], strict=True):
+            for key, value in values.items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        method = saved["method"]
+        self._idle = set(method["idle"])
+        self._arrange_as(method["order"], method["buckets"])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.base import WrappingOptimizer
-from thinwire.optim.buckets import FlatBucket, cut, version
+from thinwire.optim.buckets import Bucket, arrange, version
 from thinwire.optim.departures import Departures
 from thinwire.optim.flat import Flat, local_part
 from thinwire.wire.codecs import Codec, Dense, Feedback
@@ -35,7 +35,7 @@ from thinwire.wire.wire import Group
 State = dict[str, Any]
 
 
-class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
+class GradientAverage(WrappingOptimizer, Departures[Bucket]):
     """Averages gradients over the replicas before each step of `inner`.
 
     With GradScaler, call `scaler.unscale_(optimizer)` before `average()`; `scaler.step(optimizer)`
@@ -98,7 +98,7 @@ class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
         self._ahead = True
         return self._finite
 
-    def _launch(self, bucket: FlatBucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         flat = self._unscaled(bucket.take_gradients())
         codec = bucket.memory or (Dense(flat.dtype) if self._own_width else self.codec)
         bucket.flight = self.wire.mean(flat, codec)
@@ -167,11 +167,11 @@ class GradientAverage(WrappingOptimizer, Departures[FlatBucket]):
     def _how_to_clip(self) -> str:
         return "To clip the mean, do so between average() and step()"
 
-    def _make_buckets(self, order: Sequence[int]) -> list[FlatBucket]:
+    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
         kinds = [p.dtype == torch.float64 for p in self._parameters]
         buckets = []
-        for members in cut(order, self._parameters, kinds, self.bucket_mb):
-            bucket = FlatBucket(members, self._parameters)
+        for members in arrange(order, self._parameters, kinds, self.bucket_mb):
+            bucket = Bucket(members, self._parameters)
             if isinstance(self.codec, Feedback):
                 bucket.memory = self.codec.fresh(bucket.flat.sizes)
                 bucket.memory.tentative = True  # a step is skipped for any bucket's sake

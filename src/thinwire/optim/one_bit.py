@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.bucketed import BucketedOptimizer, State
-from thinwire.optim.buckets import Bucket
+from thinwire.optim.bucketed import BucketedOptimizer
 from thinwire.optim.checks import require_count, require_positive
+from thinwire.optim.departures import State
 from thinwire.optim.freeze import FreezeRule
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.node import Node
 from thinwire.optim.owners import Owners
 from thinwire.wire.agreement import require_same, require_same_values
@@ -84,7 +85,7 @@ class OneBitOptimizer(BucketedOptimizer):
         """By which the last step was clipped, see [Note: clipping]; this rank's own without it."""
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
         self._nodes = None if inside is None else Node(inside, f"{name} inside")
-        self._waiting: Bucket | None = None  # for its mean inside the node
+        self._waiting: MomentBucket | None = None  # for its mean inside the node
         self._owners = Owners(self.wire, dense) if shard_state else None
         self._factor = 1.0  # on the gradients of this step, before they are compressed
         self._square = 0.0  # of the mean gradient's norm at this step
@@ -115,7 +116,7 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- what travels -----------------------------------------------------------------------------
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: MomentBucket) -> None:
         self._unscaled(bucket.take_gradients())
         if self._factor != 1.0:
             bucket.buffer.mul_(self._factor)
@@ -133,7 +134,7 @@ class OneBitOptimizer(BucketedOptimizer):
             bucket.flight.wait()
             self._send(bucket, self._nodes.part(bucket.buffer))
 
-    def _send(self, bucket: Bucket, part: Tensor) -> None:
+    def _send(self, bucket: MomentBucket, part: Tensor) -> None:
         if self._owners is not None and self._frozen(bucket):
             self._owners.send_bits(bucket, partial(self._make_direction, self.steps + 1))
         elif self._owners is not None:
@@ -173,7 +174,7 @@ class OneBitOptimizer(BucketedOptimizer):
         bucket = self._bucket(index)
         return bool(bucket.pieces(bucket.mine)[bucket.indices.index(index)].any())
 
-    def _frozen(self, bucket: Bucket) -> bool:
+    def _frozen(self, bucket: MomentBucket) -> bool:
         return self.compressing and bucket.compress
 
     def _overlaps(self) -> bool:
@@ -181,22 +182,22 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- what a method defines --------------------------------------------------------------------
 
-    def _payload(self, bucket: Bucket) -> None:
+    def _payload(self, bucket: MomentBucket) -> None:
         """This rank's gradient is in the buffer; what is to be averaged takes its place."""
         bucket.buffer.lerp_(bucket.m, bucket.betas[0])
 
-    def _learn_frozen(self, bucket: Bucket) -> None:
+    def _learn_frozen(self, bucket: MomentBucket) -> None:
         """The mean of the payloads is in the buffer."""
         bucket.m.copy_(bucket.buffer)
 
-    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
+    def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         """Changes the weights of a bucket; `directions` may be overwritten."""
         raise NotImplementedError
 
-    def _move_frozen(self, bucket: Bucket, directions: list[Tensor]) -> None:
+    def _move_frozen(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         raise NotImplementedError
 
-    def _freeze_bucket(self, bucket: Bucket) -> None:
+    def _freeze_bucket(self, bucket: MomentBucket) -> None:
         """See [Note: floor]. The bias correction of this step stays in v."""
         bucket.v.div_(self._corrections(bucket, self.steps)[1])
         mean = float(bucket.v.mean()) if self._owners is None else self._owners.equalise(bucket)
@@ -222,19 +223,19 @@ class OneBitOptimizer(BucketedOptimizer):
             move = self._move_frozen if self._frozen(bucket) else self._move_dense
             move(bucket, bucket.views(bucket.buffer))
 
-    def _make_direction(self, step: int, bucket: Bucket, mean: Tensor) -> Tensor:
+    def _make_direction(self, step: int, bucket: MomentBucket, mean: Tensor) -> Tensor:
         """An owner's d from the mean gradient of its part; see owners.py."""
         m = torch.lerp(bucket.m, mean, 1 - bucket.betas[0])
         bucket.tentative["exp_avg"] = m
         return self._direct(bucket, m, mean, step)
 
-    def _average_moments(self, bucket: Bucket) -> None:
+    def _average_moments(self, bucket: MomentBucket) -> None:
         """m and v with the mean gradient of the rank's own values in the buffer."""
         b1, b2 = bucket.betas
         bucket.m.lerp_(bucket.mine, 1 - b1)
         bucket.v.mul_(b2).addcmul_(bucket.mine, bucket.mine, value=1 - b2)
 
-    def _corrections(self, bucket: Bucket, step: int) -> tuple[float, float]:
+    def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
         """What m and v are divided by; a frozen v holds its correction."""
         if not bucket.groups[0]["bias_correction"]:
             return 1.0, 1.0
@@ -242,7 +243,7 @@ class OneBitOptimizer(BucketedOptimizer):
         frozen = bucket.compress and self.frozen_at is not None and self.frozen_at < step
         return 1 - b1**step, 1.0 if frozen else 1 - b2**step
 
-    def _direct(self, bucket: Bucket, m: Tensor, out: Tensor, step: int) -> Tensor:
+    def _direct(self, bucket: MomentBucket, m: Tensor, out: Tensor, step: int) -> Tensor:
         """m̂ / (sqrt(v̂) + eps) of this rank's own values."""
         first, second = self._corrections(bucket, step)
         if self._frozen(bucket):
@@ -255,7 +256,7 @@ class OneBitOptimizer(BucketedOptimizer):
             piece.add_(group["eps"])
         return torch.div(m, out, out=out).div_(first)
 
-    def _used(self, bucket: Bucket) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
+    def _used(self, bucket: MomentBucket) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
         """(position, parameter, its group) of the tensors that have had a gradient."""
         for at, index in enumerate(bucket.indices):
             if index not in self._idle:
@@ -373,7 +374,7 @@ class OneBitOptimizer(BucketedOptimizer):
     def _layout(self) -> int | list[int]:
         return self.wire.size if self._nodes is None else [self.wire.size, self._nodes.wire.size]
 
-    def _has_errors(self, bucket: Bucket) -> bool:
+    def _has_errors(self, bucket: MomentBucket) -> bool:
         here = super()._has_errors(bucket)
         if self._nodes is None:
             return here

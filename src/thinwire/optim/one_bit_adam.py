@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.buckets import Bucket
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.optim.stage_settings import StageSettings, spelled_out
 
@@ -66,7 +66,7 @@ class OneBitAdam(OneBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
 
-    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
+    def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         for at, x, group in self._used(bucket):
             lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])

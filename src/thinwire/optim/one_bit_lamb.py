@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_bounds, require_share
 from thinwire.optim.lamb import Bounds, coefficients
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.optim.owners import equalising
 from thinwire.optim.stage_settings import StageSettings, spelled_out
@@ -87,14 +87,14 @@ class OneBitLamb(OneBitOptimizer):
 
     # -- warm-up ----------------------------------------------------------------------------------
 
-    def _move_dense(self, bucket: Bucket, directions: list[Tensor]) -> None:
+    def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         self._add_decay(bucket, directions)
         c = self._coefficients(bucket, directions)
         average = self._scalar(bucket, "coefficient", 0.0)
         average.lerp_(c, 1 - self._b3)
         self._shift(bucket, directions, c)
 
-    def _coefficients(self, bucket: Bucket, updates: list[Tensor]) -> Tensor:
+    def _coefficients(self, bucket: MomentBucket, updates: list[Tensor]) -> Tensor:
         each = [
             coefficients([x], [u], group["coefficient"], group["phi"])
             for x, u, group in zip(bucket.parameters, updates, bucket.groups, strict=True)
@@ -103,7 +103,7 @@ class OneBitLamb(OneBitOptimizer):
 
     # -- freeze -----------------------------------------------------------------------------------
 
-    def _freeze_bucket(self, bucket: Bucket) -> None:
+    def _freeze_bucket(self, bucket: MomentBucket) -> None:
         super()._freeze_bucket(bucket)
         bucket.new_moment("fresh_sq").copy_(bucket.v)
         bucket.new_scalar("factor", 1.0)
@@ -114,12 +114,12 @@ class OneBitLamb(OneBitOptimizer):
 
     # -- compressed -------------------------------------------------------------------------------
 
-    def _payload(self, bucket: Bucket) -> None:
+    def _payload(self, bucket: MomentBucket) -> None:
         super()._payload(bucket)
         for view, k in zip(bucket.views(bucket.buffer), bucket.scalars["scale"], strict=True):
             view.mul_(k)
 
-    def _learn_frozen(self, bucket: Bucket) -> None:
+    def _learn_frozen(self, bucket: MomentBucket) -> None:
         """The new momentum, and the gradient it implies into the fresh variance."""
         (b1, b2), new, m = bucket.betas, bucket.buffer, bucket.m
         for view, k in zip(bucket.views(new), bucket.scalars["scale"], strict=True):
@@ -129,7 +129,7 @@ class OneBitLamb(OneBitOptimizer):
         m.copy_(new)
         self._ratios[id(bucket)] = self._own_ratios(bucket, scratch=new)
 
-    def _make_direction(self, step: int, bucket: Bucket, mean: Tensor) -> Tensor:
+    def _make_direction(self, step: int, bucket: MomentBucket, mean: Tensor) -> Tensor:
         b2 = bucket.betas[1]
         fresh = bucket.moments["fresh_sq"] * b2
         bucket.tentative["fresh_sq"] = fresh.addcmul_(mean, mean, value=1 - b2)
@@ -140,14 +140,14 @@ class OneBitLamb(OneBitOptimizer):
             self._share_ratios([bucket for bucket in self.buckets if self._frozen(bucket)])
         super()._move()
 
-    def _move_frozen(self, bucket: Bucket, directions: list[Tensor]) -> None:
+    def _move_frozen(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         plain = torch.stack([u.norm() for u in directions])  # ||u0||
         self._add_decay(bucket, directions)
         rho = plain / torch.stack([u.norm() for u in directions])
         r = self._factors(bucket, self._ratios[id(bucket)], rho)
         self._shift(bucket, directions, r * bucket.scalars["coefficient"])
 
-    def _share_ratios(self, buckets: list[Bucket]) -> None:
+    def _share_ratios(self, buckets: list[MomentBucket]) -> None:
         """With shards a rank knows those of its own values."""
         if not buckets:
             return
@@ -157,7 +157,7 @@ class OneBitLamb(OneBitOptimizer):
         for bucket, ratios in zip(buckets, together, strict=True):
             self._ratios[id(bucket)] = ratios.to(bucket.buffer.device)
 
-    def _own_ratios(self, bucket: Bucket, scratch: Tensor) -> Tensor:
+    def _own_ratios(self, bucket: MomentBucket, scratch: Tensor) -> Tensor:
         """max_j (sqrt(v) + eps) / (sqrt(vf) + eps) of every tensor, (L,), over this rank's own
         values; 0 for a tensor of which it has none."""
         torch.sqrt(bucket.moments["fresh_sq"], out=scratch)
@@ -167,7 +167,7 @@ class OneBitLamb(OneBitOptimizer):
         none = scratch.new_zeros(())
         return torch.stack([p.amax() if p.numel() else none for p in bucket.pieces(scratch)])
 
-    def _factors(self, bucket: Bucket, ratios: Tensor, rho: Tensor) -> Tensor:
+    def _factors(self, bucket: MomentBucket, ratios: Tensor, rho: Tensor) -> Tensor:
         rho = rho.nan_to_num(1.0).clamp(max=1.0)  # no update at all: nothing to mix
         decayed = torch.tensor([g["weight_decay"] > 0 for g in bucket.groups], device=rho.device)
         rho = torch.where(decayed, rho, 1.0)
@@ -181,16 +181,16 @@ class OneBitLamb(OneBitOptimizer):
 
     # -- both -------------------------------------------------------------------------------------
 
-    def _add_decay(self, bucket: Bucket, updates: list[Tensor]) -> None:
+    def _add_decay(self, bucket: MomentBucket, updates: list[Tensor]) -> None:
         for u, x, group in zip(updates, bucket.parameters, bucket.groups, strict=True):
             if group["weight_decay"]:
                 u.add_(x, alpha=group["weight_decay"])
 
-    def _shift(self, bucket: Bucket, updates: list[Tensor], lengths: Tensor) -> None:
+    def _shift(self, bucket: MomentBucket, updates: list[Tensor], lengths: Tensor) -> None:
         for at, x, group in self._used(bucket):
             x.addcmul_(updates[at], lengths[at], value=-float(group["lr"]))
 
-    def _scalar(self, bucket: Bucket, name: str, start: float) -> Tensor:
+    def _scalar(self, bucket: MomentBucket, name: str, start: float) -> Tensor:
         held = bucket.scalars.get(name)
         return bucket.new_scalar(name, start) if held is None else held
 

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.optim.buckets import Bucket
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Wire
 
@@ -44,11 +44,13 @@ class Owners:
     def __init__(self, wire: Wire, dense: Codec | None) -> None:
         self.wire, self._dense = wire, dense
 
-    def send_gradients(self, bucket: Bucket) -> None:
+    def send_gradients(self, bucket: MomentBucket) -> None:
         """Dense: the mean lands in the owner's part of the buffer."""
         bucket.flight = self.wire.scatter_mean(bucket.buffer, bucket.part, self._dense)
 
-    def send_bits(self, bucket: Bucket, make: Callable[[Bucket, Tensor], Tensor]) -> None:
+    def send_bits(
+        self, bucket: MomentBucket, make: Callable[[MomentBucket, Tensor], Tensor]
+    ) -> None:
         """One bit a value out and back; in between `make` turns the owner's mean into d.
 
         It runs in a thread of the wire: what it changes must be `tentative`.
@@ -61,13 +63,13 @@ class Owners:
 
         bucket.flight = self.wire.mean(bucket.buffer, bucket.feedback, owner=owner)
 
-    def spread(self, buckets: Sequence[Bucket]) -> None:
+    def spread(self, buckets: Sequence[MomentBucket]) -> None:
         """Everybody's directions, of dense buckets, to everybody."""
         flights = [self.wire.gather(b.buffer, b.part, self._dense) for b in buckets]
         for flight in flights:
             flight.wait()
 
-    def equalise(self, bucket: Bucket) -> float:
+    def equalise(self, bucket: MomentBucket) -> float:
         """At the freeze: k of every tensor, from v; returns the mean of v."""
         own = torch.stack([piece.double().sum() for piece in bucket.pieces(bucket.v)])
         sums = torch.tensor(self.wire.agree(own.tolist(), "sum"), dtype=torch.float64)
@@ -75,7 +77,7 @@ class Owners:
         bucket.new_scalar("scale", 1.0).copy_(equalising(sizes))
         return float(sums.sum()) / bucket.flat.numel
 
-    def whole(self, bucket: Bucket, own: Tensor, wire: Wire) -> Tensor:
+    def whole(self, bucket: MomentBucket, own: Tensor, wire: Wire) -> Tensor:
         """A moment of all values of a bucket; a collective over `wire`, of the same ranks."""
         flat = torch.zeros_like(bucket.buffer)
         flat[bucket.own] = own

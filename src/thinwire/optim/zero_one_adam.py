@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.bucketed import State
-from thinwire.optim.buckets import Bucket
 from thinwire.optim.checks import require_count
-from thinwire.optim.flat import Flat
+from thinwire.optim.consensus import mean_of_replicas
+from thinwire.optim.departures import State
+from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import FLOOR, OneBitOptimizer, squared_norm
 from thinwire.optim.stage_settings import CommonStageSettings, spelled_out
 
@@ -135,7 +135,7 @@ class ZeroOneAdam(OneBitOptimizer):
         # What arrives in one bit has no zeros: it says nothing of unused parameters.
         return super()._agreed(finite) if self._refreshing() else finite
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: MomentBucket) -> None:
         self._unscaled(bucket.take_gradients())
         if self._refreshing():
             bucket.flight = self.wire.mean(bucket.buffer, self.dense)
@@ -149,7 +149,7 @@ class ZeroOneAdam(OneBitOptimizer):
             return False
         return self.overlap and (self.clip is None or self._refreshing())
 
-    def _update(self, bucket: Bucket, refreshing: bool) -> None:
+    def _update(self, bucket: MomentBucket, refreshing: bool) -> None:
         if refreshing:
             b2 = bucket.betas[1]
             bucket.v.mul_(b2).addcmul_(bucket.buffer, bucket.buffer, value=1 - b2)
@@ -162,14 +162,14 @@ class ZeroOneAdam(OneBitOptimizer):
             x.mul_(1 - lr * group["weight_decay"])
             x.sub_(steps[at], alpha=lr)
 
-    def _divisors(self, bucket: Bucket, refreshes: int) -> tuple[float, float]:
+    def _divisors(self, bucket: MomentBucket, refreshes: int) -> tuple[float, float]:
         if not bucket.groups[0]["bias_correction"]:
             return 1.0, 1.0
         b1, b2 = bucket.betas
         frozen = self.frozen_at is not None
         return 1 - b1**self.steps, 1.0 if frozen else 1 - b2**refreshes
 
-    def _scaled(self, bucket: Bucket, source: Tensor, first: float, second: float) -> Tensor:
+    def _scaled(self, bucket: MomentBucket, source: Tensor, first: float, second: float) -> Tensor:
         """source / first / (sqrt(v / second) + eps), into the buffer; `source` may not be it."""
         if self.compressing:
             zero, out = source.new_zeros(()), bucket.buffer
@@ -182,13 +182,13 @@ class ZeroOneAdam(OneBitOptimizer):
             view.add_(group["eps"])
         return torch.div(source, out, out=out).div_(first)
 
-    def _corrections(self, bucket: Bucket, step: int) -> tuple[float, float]:
+    def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
         correct = bucket.groups[0]["bias_correction"]
         return 1.0, 1 - bucket.betas[1] ** self.refreshes if correct else 1.0
 
     # -- local steps ------------------------------------------------------------------------------
 
-    def _freeze_bucket(self, bucket: Bucket) -> None:
+    def _freeze_bucket(self, bucket: MomentBucket) -> None:
         super()._freeze_bucket(bucket)
         bucket.flat.pack(bucket.parameters, bucket.new_moment("anchor"))
         bucket.new_moment("update")
@@ -220,7 +220,7 @@ class ZeroOneAdam(OneBitOptimizer):
             return None
         return 1.0 if self.clip is None else min(1.0, self.clip / max(self.grad_norm, 1e-30))
 
-    def _move_alone(self, bucket: Bucket) -> None:
+    def _move_alone(self, bucket: MomentBucket) -> None:
         first, _ = self._divisors(bucket, self.refreshes)
         steps = bucket.views(self._scaled(bucket, bucket.m, first, 1.0))
         m, weight = bucket.views(bucket.m), bucket.scalars["weight"]
@@ -260,15 +260,8 @@ class ZeroOneAdam(OneBitOptimizer):
         if not self.apart:
             yield
             return
-        flat = Flat(self._parameters)
-        own = flat.pack(self._parameters, flat.new())
-        with torch.no_grad():
-            flat.unpack(self.meeting.mean(own.clone()).wait(), self._parameters)
-        try:
+        with mean_of_replicas(self.meeting, self._parameters):
             yield
-        finally:
-            with torch.no_grad():
-                flat.unpack(own, self._parameters)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -3,6 +3,7 @@ or the reports knows which methods there are.
 """
 
 from thinwire.errors import UsageError
+from thinwire.train.decentralized_methods import DECENTRALIZED_METHODS
 from thinwire.train.dense_methods import DENSE_METHODS
 from thinwire.train.local_methods import LOCAL_METHODS
 from thinwire.train.method import Method
@@ -18,6 +19,7 @@ METHODS: dict[str, Method] = {
         *ONE_BIT_METHODS,
         *SPARSE_METHODS,
         *THRESHOLD_METHODS,
+        *DECENTRALIZED_METHODS,
     )
 }
 

@@ -5,8 +5,7 @@ evaluated, and what a checkpoint keeps.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.optim import GradientAverage
-from thinwire.optim.flat import Flat
+from thinwire.optim.consensus import mean_of_replicas
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense
@@ -97,20 +96,9 @@ class SeparateReplica(Replica):
         super().__init__(module, optimizer)
         self._meeting = Wire(group, name="consensus")
 
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
+    def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds the mean of the replicas, which is also what is exported."""
-        if self._meeting.size == 1:
-            yield
-            return
-        weights = list(self.model.parameters())
-        flat = Flat(weights)
-        own = flat.pack(weights, flat.new())
-        flat.unpack(self._meeting.mean(own.clone()).wait(), weights)
-        try:
-            yield
-        finally:
-            flat.unpack(own, weights)
+        return mean_of_replicas(self._meeting, list(self.model.parameters()))
 
 
 class WireReplica(Replica):

@@ -63,17 +63,12 @@ def exchange(
     started = collectives.exchange(sent, received, [peer for peer, _ in pairs], group)
 
     def land() -> None:
-        own = 1.0 - sum(weight for _, weight in pairs)
-        terms = [(group.rank(), own, sent)] + [
-            (peer, weight, payload) for (peer, weight), payload in zip(pairs, received, strict=True)
-        ]
-        values = torch.empty_like(buffer)
-        total = torch.zeros_like(buffer)
-        for peer, weight, payload in sorted(terms, key=lambda term: term[0]):
-            exact = peer == group.rank()  # one's own values need no codec
-            term = buffer if exact else codec.decode(payload, part, values)
-            total.add_(term, alpha=weight)
-        buffer.copy_(total)
+        # By differences to one's own values, which need no codec: where all ranks agree, the result
+        # is what they agree on, to the bit. Weights that sum to 1 but for rounding would drift.
+        values, total = torch.empty_like(buffer), torch.zeros_like(buffer)
+        for (_, weight), payload in zip(pairs, received, strict=True):
+            total.add_(codec.decode(payload, part, values).sub_(buffer), alpha=weight)
+        buffer.add_(total)
 
     return started, land
 

@@ -1,0 +1,92 @@
+"""DSGD and DmSGD: decentralized SGD, and with ordinary momentum. The yardsticks of DecentLaM.
+
+    DSGD     x_i = sum_j w_ij (x_j - lr g_j)
+    DmSGD    m_i = b m_i + g_i ;   x_i = sum_j w_ij (x_j - lr m_j)             g with lam x in it
+
+With data that differ between replicas DSGD rests at a distance of order lr from the optimum, and
+DmSGD where DSGD with lr / (1-b) does: use DecentLaM, which has the momentum without the distance.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.optim.checks import require_share
+from thinwire.optim.decentralized import DecentralizedOptimizer, NeighbourBucket
+from thinwire.optim.flat import local_part
+from thinwire.wire.codecs import Codec
+from thinwire.wire.topology import Topology
+from thinwire.wire.wire import Group
+
+
+class DSGD(DecentralizedOptimizer):
+    """Decentralized SGD without momentum. Settings as in `DecentLaM`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        topology: str | Topology = "ring",
+        weight_decay: float = 0.0,
+        codec: Codec | None = None,
+        clip: float | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = True,
+        buffers: Iterable[Tensor] = (),
+        group: Group = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "weight_decay": weight_decay} | more,
+            topology=topology,
+            codec=codec,
+            clip=clip,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            buffers=buffers,
+            group=group,
+        )
+
+    def _check_group(self, name: str, group: dict[str, Any]) -> None:
+        super()._check_group(name, group)
+        require_agreement(name, self.topology)
+
+    def _propose(self, bucket: NeighbourBucket) -> None:
+        for z, x, group in self._tensors(bucket, bucket.buffer):
+            z.mul_(-float(group["lr"])).add_(local_part(x))
+
+    def _absorb(self, bucket: NeighbourBucket, mixed: Tensor) -> None:
+        bucket.flat.unpack(mixed, bucket.parameters)
+
+
+class DmSGD(DSGD):
+    """Decentralized SGD with ordinary momentum. Settings as in `DecentLaM`."""
+
+    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.9, **settings: Any) -> None:
+        super().__init__(params, lr, momentum=momentum, **settings)
+
+    def _check_group(self, name: str, group: dict[str, Any]) -> None:
+        super()._check_group(name, group)
+        require_share(name, "momentum", group["momentum"])
+
+    def _new_moments(self, bucket: NeighbourBucket) -> None:
+        bucket.new_moment("momentum_buffer")
+
+    def _propose(self, bucket: NeighbourBucket) -> None:
+        momenta = bucket.views(bucket.moments["momentum_buffer"])
+        for m, (z, x, group) in zip(momenta, self._tensors(bucket, bucket.buffer), strict=True):
+            m.mul_(group["momentum"]).add_(z)
+            z.copy_(m).mul_(-float(group["lr"])).add_(local_part(x))
+
+
+def require_agreement(name: str, graph: Topology) -> None:
+    """Refuses weights under which replicas only swap their values."""
+    if not graph.gap > 1e-9:
+        raise ValueError(
+            f"{name}: on {graph.describe()}, so the replicas never agree; give ranks a weight for "
+            "their own value, as from_edges does"
+        )
