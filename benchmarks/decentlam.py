@@ -36,7 +36,7 @@ from thinwire.train.optimizers import OptimizerConfig, learning_rate
 from thinwire.wire.codecs import Codec, Dense, Int4, Int8, OneBit
 
 NODES, ROWS, VALUES, BETA = 16, 50, 30, 0.9
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 2e-2)
 HOSTS, BATCH, CONTEXT, LR, CLIP = 4, 4, 64, 0.1, 1.0
 VALIDATION_WINDOWS = 400
 
