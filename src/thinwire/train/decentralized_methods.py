@@ -116,7 +116,10 @@ def check_decentralized(settings: DsgdSettings) -> None:
     if settings.bucket_mb < 0:
         raise UsageError(f"--bucket-mb takes a number >= 0, got {settings.bucket_mb}")
     if isinstance(settings, MomentumSettings) and not 0 <= settings.momentum < 1:
-        raise UsageError(f"--momentum takes a number in [0, 1), got {settings.momentum}")
+        raise UsageError(
+            f"--momentum takes a number in [0, 1), got {settings.momentum}; any below 1 is "
+            "stable on these graphs, whose weights are symmetric"
+        )
 
 
 def fits(settings: DsgdSettings, replicas: int) -> None:
