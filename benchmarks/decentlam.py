@@ -16,6 +16,7 @@ JSON object: {"quadratic": {...}, "lab": {...}}.
 
 import argparse
 import json
+import math
 import os
 import socket
 import struct
@@ -133,19 +134,20 @@ def quadratic(quick: bool) -> dict[str, Any]:
     return found
 
 
-def _codecs(problem: Quadratic, w: Tensor, quick: bool) -> dict[str, dict[str, float]]:
+def _codecs(problem: Quadratic, w: Tensor, quick: bool) -> dict[str, dict[str, float | None]]:
+    """Null where it diverged."""
     kinds: dict[str, Codec] = {"bf16": Dense(torch.bfloat16), "int8": Int8(), "int4": Int4()}
     kinds["one bit"] = OneBit()
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     print(f"\nlr 0.003 with a codec, error at rest\n{'':>8}{'weights coded':>16}{'news coded':>16}")
     for name, codec in kinds.items():
-        found[name] = {
-            label: problem.error(
-                rest("DecentLaM", problem, w, 3e-3, 600 if quick else 3000, codec=codec, **how)
-            )
-            for label, how in (("weights", {"as_they_are": True}), ("news", {}))
-        }
-        print(f"{name:>8}{found[name]['weights']:>16.2e}{found[name]['news']:>16.2e}")
+        steps, errors = 600 if quick else 3000, []
+        for as_they_are in (True, False):
+            x = rest("DecentLaM", problem, w, 3e-3, steps, codec=codec, as_they_are=as_they_are)
+            errors.append(problem.error(x))
+        print(f"{name:>8}{errors[0]:>16.2e}{errors[1]:>16.2e}")
+        kept = [error if math.isfinite(error) else None for error in errors]
+        found[name] = dict(zip(("weights", "news"), kept, strict=True))
     return found
 
 
