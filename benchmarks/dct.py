@@ -3,6 +3,7 @@
     python benchmarks/dct.py                   2 replicas, 600 steps, 3 seeds (an hour)
     python benchmarks/dct.py --quick           60 steps, 1 seed, 3 methods: under a minute
     python benchmarks/dct.py --only sgd        methods whose name has that in it
+    python benchmarks/dct.py --only sgd --seeds 1 --lr 0.1     another learning rate of SGD
     python benchmarks/dct.py --results FILE    keeps finished runs there, and skips them
 
 Virtual replicas in one process (virtual.py; optimizers and codecs are the real ones), a byte GPT of
@@ -35,7 +36,8 @@ from thinwire.wire.codecs import Threshold
 BATCH, CONTEXT, VALIDATION_WINDOWS = 4, 64, 400
 SGD, ADAMW = 0.3, 2e-3  # learning rates
 
-Method = tuple[float, Callable[[torch.nn.Module], tw.WireOptimizer]]
+Method = tuple[float | None, Callable[[torch.nn.Module], tw.WireOptimizer]]
+"""The learning rate, None where --lr says it, and what makes the optimizer."""
 
 
 def sgd(momentum: float = 0.0, **codec: Any) -> Method:
@@ -43,7 +45,7 @@ def sgd(momentum: float = 0.0, **codec: Any) -> Method:
         inner = torch.optim.SGD(model.parameters(), lr=SGD, momentum=momentum)
         return tw.GradientAverage(inner, codec=Threshold(**codec) if codec else None)
 
-    return SGD, make
+    return None, make
 
 
 def adamw(wrap: Callable[[torch.optim.Optimizer], tw.WireOptimizer], **config: Any) -> Method:
@@ -70,34 +72,44 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=SGD, help="of the SGD methods")
     parser.add_argument("--results", type=Path, help="a file of JSON lines")
     given = parser.parse_args()
     torch.set_num_threads(1)
     steps, seeds = (60, 1) if given.quick else (600, given.seeds)
     kept = given.results.read_text() if given.results and given.results.exists() else ""
     results = [json.loads(line) for line in kept.splitlines()]
-    done = {(r["method"], r["seed"], r["steps"], r["replicas"]) for r in results}
+    done = {(r["method"], r["seed"], r["steps"], r["replicas"], r["lr"]) for r in results}
     corpus = load_corpus(DataConfig())
     names = [name for name in (QUICK if given.quick else METHODS) if given.only in name]
     for seed in range(seeds):
         for name in names:
-            if (name, seed, steps, given.replicas) in done:
+            lr = METHODS[name][0] or given.lr
+            if (name, seed, steps, given.replicas, lr) in done:
                 continue
             record = {"method": name, "seed": seed, "steps": steps, "replicas": given.replicas}
-            record |= train(METHODS[name], corpus, steps, seed, given.replicas)
+            make = METHODS[name][1]
+            record |= {"lr": lr} | train(make, lr, corpus, steps, seed, given.replicas)
             results.append(record)
             print(json.dumps(record), file=sys.stderr, flush=True)
             if given.results:
                 with given.results.open("a") as file:
                     file.write(json.dumps(record) + "\n")
     mine = [r for r in results if (r["steps"], r["replicas"]) == (steps, given.replicas)]
-    report([r for r in mine if r["method"] in METHODS], given.quick)
+    named = [r for r in mine if r["method"] in METHODS]
+    report([r for r in named if r["lr"] == (METHODS[r["method"]][0] or given.lr)], given.quick)
 
 
-def train(method: Method, corpus: Corpus, steps: int, seed: int, replicas: int) -> dict[str, Any]:
+def train(
+    make: Callable[[torch.nn.Module], tw.WireOptimizer],
+    lr: float,
+    corpus: Corpus,
+    steps: int,
+    seed: int,
+    replicas: int,
+) -> dict[str, Any]:
     """Validation loss, bytes a rank has sent, and the extremes of the share that was sent."""
     world = VirtualWorld(replicas)
-    lr, make = method
 
     def replica(rank: int) -> dict[str, Any]:
         settings = OptimizerConfig(lr=lr)
