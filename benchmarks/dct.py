@@ -143,7 +143,7 @@ def shares_of(optimizer: tw.GradientAverage) -> list[float]:
 
 
 @torch.no_grad()
-def validate(model: torch.nn.Module, corpus: Corpus, rank: int, wire: Any) -> float:
+def validate(model: torch.nn.Module, corpus: Corpus, rank: int, wire: tw.Wire) -> float:
     windows = validation_batches(
         corpus.validation, CONTEXT, 16, rank, wire.size, VALIDATION_WINDOWS
     )
