@@ -157,8 +157,8 @@ def test_shards_that_do_not_divide_the_workers(ranks: Ranks, small: list[str]) -
 def test_no_flag_of_a_method_has_the_name_of_another_flag(name: str) -> None:
     config = parse(["--method", name])
     parts = [config, config.data, config.model, config.optimizer, config.loop, config.place]
-    parts += [config.network, config.settings]
+    parts += [config.network, config.adversary, config.settings]
     names = [f.name for part in parts for f in fields(part)]
-    inner = {"data", "model", "optimizer", "loop", "place", "network", "settings"}
+    inner = {"data", "model", "optimizer", "adversary", "loop", "place", "network", "settings"}
     leaves = [n for n in names if n not in inner] + ["data", "model", "optimizer"]
     assert len(leaves) == len(set(leaves))

@@ -15,10 +15,10 @@ from thinwire.train.models import (
     GPTConfig,
     ModelConfig,
     build_model,
-    model_from_settings,
     model_settings,
     token_loss,
 )
+from thinwire.train.rebuild import model_from_settings
 
 SMALL = GPTConfig(layers=2, width=32, heads=4, vocab=50, context=16)
 UNITS = {"m": 1e6, "b": 1e9}
@@ -203,6 +203,6 @@ def test_an_untied_head_has_a_weight_of_its_own():
     assert untied.head.linear.weight is not untied.embed.tokens.weight
     more = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
     assert more == SMALL.vocab * SMALL.width
-    again = model_from_settings(model_settings(untied, "small"))
+    again = model_from_settings(model_settings(untied, "gpt-small"))
     again.load_state_dict(untied.state_dict())
     assert torch.equal(again(tokens()), untied(tokens()))

@@ -41,7 +41,7 @@ class WireOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, defaults)
         self._parameters: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
-        self._group = group
+        self.group = group
         self._meeting: Wire | None = None
         self.wire = Wire(group, name=name)
         self._checked = False
@@ -56,7 +56,7 @@ class WireOptimizer(torch.optim.Optimizer):
         """The wire of `consensus()`: evaluation is no part of what the method costs, so it has an
         account of its own."""
         if self._meeting is None:
-            self._meeting = Wire(self._group, name=f"{self.wire.name} consensus")
+            self._meeting = Wire(self.group, name=f"{self.wire.name} consensus")
         return self._meeting
 
     def step(self, closure: Closure | None = None) -> Any:

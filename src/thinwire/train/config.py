@@ -24,6 +24,7 @@ import tyro
 
 from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
+from thinwire.train.adversary import AdversaryConfig
 from thinwire.train.data import DataConfig
 from thinwire.train.method import Method
 from thinwire.train.methods import find_method
@@ -52,7 +53,7 @@ class LoopConfig:
     eval_every: int = 50
     """Steps between evaluations on the mean of the replicas; 0 evaluates at the end only."""
     eval_windows: int = 256
-    """Validation sequences of an evaluation, shared out among the replicas."""
+    """Validation sequences or images of an evaluation, shared out among the replicas."""
     save_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only (and at SIGTERM or Ctrl-C)."""
     keep: int = 2
@@ -94,6 +95,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adversary: AdversaryConfig = field(default_factory=AdversaryConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     place: PlaceConfig = field(default_factory=PlaceConfig)
     network: LinkConfig = field(default_factory=LinkConfig)
@@ -109,6 +111,7 @@ class TrainConfig:
         values = flat_values(self)
         names = ["method", "seed", "shards", "optimizer", "optimizer_arg", "weight_decay"]
         names += ["stages", "schedule", "stash", "lead"]
+        names += ["adversarial"]
         names += [f.name for f in fields(self.settings)] if self.settings else []
         kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in names}))
         return kept
@@ -259,6 +262,8 @@ _LEAST = {
     "warmup": 0,
     "seed": 0,
     "clip": 0,
+    "adversarial": 0,
+    "adversarial_weight": 0,
     "final_lr": 0,
     "lr": 0,
     "weight_decay": 0,

@@ -28,6 +28,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "config-")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TOKEN_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
+_VALIDATION = 0.05  # share, where none is given
 # Larger arrays are identified by samples, and their ids are checked in samples.
 _WHOLE = 1 << 28  # bytes
 _BLOCK = 1 << 20  # tokens
@@ -53,7 +54,7 @@ class _Document:
 
 def load_corpus(config: DataConfig) -> Corpus:
     """The corpus that `config.data` names, ready for windows of `config.context` + 1 tokens."""
-    if not 0 < config.validation < 1:
+    if not 0 < _share(config) < 1:
         raise UsageError(f"--validation must be between 0 and 1, got {config.validation}")
     for flag, value in (("context", config.context), ("batch", config.batch)):
         if value < 1:
@@ -65,7 +66,7 @@ def load_corpus(config: DataConfig) -> Corpus:
         return _text_corpus(config, _matches(pattern))
     if kind == "tokens" and pattern:
         return _token_corpus(config, _matches(pattern))
-    raise UsageError(f"--data takes stdlib, files:GLOB or tokens:GLOB, got {config.data!r}")
+    raise UsageError(f"--data takes stdlib, files:GLOB, tokens:GLOB or digits, got {config.data!r}")
 
 
 def _text_corpus(config: DataConfig, files: list[tuple[str, Path]]) -> Corpus:
@@ -107,13 +108,18 @@ def _split(
         raise UsageError(f"--data {config.data} is empty: all its files have no content")
     if len(documents) == 1:
         name, tokens = documents[0].name, documents[0].tokens
-        cut = len(tokens) - max(1, round(len(tokens) * config.validation))
+        cut = len(tokens) - max(1, round(len(tokens) * _share(config)))
         return [_Document(name, tokens[:cut])], [_Document(name, tokens[cut:])]
+    share = _share(config)
     lowest, *_, highest = sorted(documents, key=lambda document: _fraction(document.name))
-    validation = [d for d in documents if _fraction(d.name) < config.validation or d is lowest]
+    validation = [d for d in documents if _fraction(d.name) < share or d is lowest]
     validation = [d for d in validation if d is not highest]
     chosen = {d.name for d in validation}
     return [d for d in documents if d.name not in chosen], validation
+
+
+def _share(config: DataConfig) -> float:
+    return _VALIDATION if config.validation is None else config.validation
 
 
 def _fraction(name: str) -> float:

@@ -30,8 +30,9 @@ class DataConfig:
     """What the model reads."""
 
     data: str = "stdlib"
-    """stdlib (the Python standard library of this machine), files:GLOB (text files) or tokens:GLOB
-    (memory-mapped .npy of uint8, uint16 or uint32, or raw .bin of uint16). ** is recursive."""
+    """stdlib (the Python standard library of this machine), files:GLOB (text files), tokens:GLOB
+    (memory-mapped .npy of uint8, uint16 or uint32, or raw .bin of uint16; ** is recursive), or
+    digits (images that come with scikit-learn: pip install thinwire[images])."""
 
     tokenizer: str | None = None
     """A Hugging Face tokenizer.json; without it every byte is a token (vocabulary 256)."""
@@ -43,10 +44,11 @@ class DataConfig:
     """Tokens in a sequence. Memory of the activations grows with it."""
 
     batch: int = 8
-    """Sequences per replica and micro-batch. Lower it when memory runs out."""
+    """Sequences or images per replica and micro-batch. Lower it when memory runs out."""
 
-    validation: float = 0.05
-    """Share of the files (of the tokens, where there is one file only) kept for validation."""
+    validation: float | None = None
+    """Share kept for validation: of the files (of the tokens, where there is one file only), 0.05
+    if not given; of the images, 0.2."""
 
 
 class Windows:

@@ -1,8 +1,10 @@
 """The methods without tricks: no communication, PyTorch's data parallelism, and ours."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +42,14 @@ class AverageSettings:
     int4+ef; topk+ef or threshold:0.01 send a share of them (not under Adam)."""
 
 
+# Buffers are each replica's own, see running_statistics.py; the setting has got another name.
+_OWN_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
+
 class DdpReplica(Replica):
     """PyTorch's DistributedDataParallel: gradients averaged during every backward pass."""
 
@@ -52,7 +62,12 @@ class DdpReplica(Replica):
         wire = Wire(name="ddp", account=self.account)
         self._wire = wire
         if wire.group is not None:
-            ddp = DistributedDataParallel(module, process_group=wire.group, bucket_cap_mb=bucket_mb)
+            ddp = DistributedDataParallel(
+                module,
+                process_group=wire.group,
+                bucket_cap_mb=bucket_mb,
+                **_OWN_BUFFERS,
+            )
             self._meter = DdpMeter(ddp, wire)
             self.module = ddp
 

@@ -1,7 +1,8 @@
 """The weights of a run as one safetensors file, and the model back from it.
 
 Where replicas hold weights of their own, their mean is exported: that is the model which the run
-evaluates. A tied head is stored once; the header lists what shares what.
+evaluates; what only training has a use for is left out. A tied head is stored once; the header
+lists what shares what.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 import thinwire
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint
-from thinwire.train.models import GPT, model_from_settings
+from thinwire.train.models import Stack
+from thinwire.train.rebuild import model_from_settings
 
 Weights = dict[str, Tensor]
 
@@ -34,7 +36,9 @@ def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
     manifest = checkpoint.read_manifest(source)
     if "model" not in manifest.meta:
         raise UsageError(f"the checkpoint {manifest.path} does not say which model it is of")
-    weights, tied = _untie(_mean_weights(manifest))
+    unused = manifest.meta.get("training_only", [])
+    kept = {name: t for name, t in _mean_weights(manifest).items() if name not in unused}
+    weights, tied = _untie(kept)
     header = {
         "format": "pt",  # what other readers of safetensors look for
         "thinwire": thinwire.__version__,
@@ -48,7 +52,7 @@ def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
     return out
 
 
-def load_exported(path: str | Path) -> GPT:
+def load_exported(path: str | Path) -> Stack:
     """The model that `export` wrote, on the CPU."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.optim import ConcurrentAdversarial
 from thinwire.train import checkpoint, run_directory
+from thinwire.train.adversary import AnnouncedBatches
 from thinwire.train.config import TrainConfig
 from thinwire.train.methods import find_method
 from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
 from thinwire.train.models import Stack
 from thinwire.train.noise_meter import NoiseMeter, find_noise_meter
 from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
+from thinwire.train.order import Batches, Pair
 from thinwire.train.pipelining import cut_model
 from thinwire.train.pulse import PERIOD, Pulse
 from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
-from thinwire.train.task import Pair, Task
+from thinwire.train.task import Task
 from thinwire.train.tasks import find_task
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Group, Wire
@@ -54,7 +57,8 @@ class Trainer:
         self.replica.expect(config.loop.steps)
         self.readers = world.size // config.pipeline.stages
         """Workers that read different data."""
-        self.batches = task.batches(world.rank // config.pipeline.stages, self.readers)
+        self.batches: Batches = task.batches(world.rank // config.pipeline.stages, self.readers)
+        self.adversary = self._build_adversary() if config.adversary.adversarial > 0 else None
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
         self.pulse = Pulse(control, max(PERIOD, method.slack(config.settings)))
@@ -79,6 +83,19 @@ class Trainer:
 
     def _settings(self) -> Any:
         return self.config.settings
+
+    def _build_adversary(self) -> ConcurrentAdversarial:
+        settings = self.config.adversary
+        adversary = ConcurrentAdversarial(
+            self.replica.module,
+            self.replica.optimizer,
+            epsilon=settings.adversarial,
+            weight=settings.adversarial_weight,
+            bounds=(0.0, 1.0),
+            loss=lambda module, x, y: module(x, y),
+        )
+        self.batches = AnnouncedBatches(self.batches, adversary, self.world.device)
+        return adversary
 
     @property
     def trained(self) -> int:
@@ -134,8 +151,14 @@ class Trainer:
         or more ranks are summed depends on its buckets, and so do the last bits.
         """
         x, y = (t.to(self.world.device) for t in self.task.blank())
+        before = [buffer.clone() for buffer in self.model.buffers()]
         with self.replica.accumulating(last=True):
-            self._loss(x, y).backward()
+            with self._autocast():
+                adversary = self.adversary
+                loss = self.replica.module(x, y) if adversary is None else adversary.both(x, x, y)
+            loss.backward()
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.copy_(value)  # BatchNorm has counted the blank batch
         self.replica.optimizer.zero_grad(set_to_none=True)
         self._forget_traffic()
         if self.noise is not None:
@@ -161,6 +184,7 @@ class Trainer:
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "accounts": [account.snapshot() for account in self._accounts()],
             "noise": self.noise.state() if self.noise is not None else {},
+            "adversary": None if self.adversary is None else self.adversary.state_dict(),
         }
         shared |= {
             "position": self.batches.position,
@@ -196,6 +220,8 @@ class Trainer:
         if self.noise is not None and private["noise"]:
             self.noise.load_state(private["noise"])
         self.step = self._saved = loaded.step
+        if same and self.adversary is not None:
+            self.adversary.load_state_dict(private["adversary"])
         if same:
             torch.set_rng_state(private["rng"])
             for index, state in enumerate(private["cuda_rng"][: torch.cuda.device_count()]):
@@ -228,7 +254,7 @@ class Trainer:
             with self.replica.accumulating(last=micro == count - 1):
                 loss = self._loss(x, y)
                 (loss / count).backward()
-            losses.append(float(loss.detach()))
+            losses.append(float(loss.detach() if self.adversary is None else self.adversary.clean))
         self._apply()
         self.replica.optimizer.zero_grad(set_to_none=True)
         self.loss = sum(losses) / count
@@ -247,6 +273,8 @@ class Trainer:
         if self.noise is not None:
             self.noise.before_step()
         self.norm = self.replica.step(self.config.optimizer.clip)
+        if self.adversary is not None:
+            self.adversary.wait()  # a step that was skipped has not done so
         if self.noise is not None:
             self.noise.after_step(self.norm)
 
@@ -259,7 +287,7 @@ class Trainer:
         totals = self._totals()
         samples = self.config.loop.accumulate * self.config.data.batch * self.readers
         unit = self.task.unit
-        return {
+        record = {
             "kind": "step",
             "step": self.step,
             "loss": self.loss,
@@ -268,6 +296,11 @@ class Trainer:
             "seconds": self.seconds,
             **totals,
         }
+        if self.adversary is not None:
+            record["adversarial_loss"] = float(self.adversary.perturbed)
+            record["adversary_exposed"] = self.adversary.exposed
+            record["adversary_hidden"] = self.adversary.hidden
+        return record
 
     def _totals(self) -> dict[str, float]:
         """What this worker has sent and waited so far."""
@@ -279,7 +312,7 @@ class Trainer:
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         with self._autocast():
-            loss: Tensor = self.replica.module(x, y)
+            loss: Tensor = (self.adversary.loss if self.adversary else self.replica.module)(x, y)
         return loss
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -11,9 +11,9 @@ No biases; positions are learned; the head's weight is the token embedding's, un
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,17 @@ class GPTConfig:
     """Whether the head's weight is the token embedding's."""
 
 
+class BlockShape(Protocol):
+    """What a block needs to know."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def causal(self) -> bool: ...
+
+
 # name -> (layers, width, heads); the name is the number of parameters with 256 tokens, context 128
 PRESETS: dict[str, tuple[int, int, int]] = {
     "gpt-0.3m": (6, 64, 4),
@@ -55,8 +66,8 @@ class ModelConfig:
     """Which model, and how it is run."""
 
     model: str = "gpt-0.3m"
-    """gpt-0.3m, gpt-1m, gpt-3m, gpt-10m, gpt-25m, gpt-85m, gpt-300m or gpt-1b: the number of
-    parameters with a byte vocabulary."""
+    """For text gpt-0.3m, gpt-1m, gpt-3m, gpt-10m, gpt-25m, gpt-85m, gpt-300m or gpt-1b, for images
+    resnet-0.1m, resnet-0.3m, resnet-1m, vit-0.1m, vit-0.3m or vit-1m: the number of parameters."""
 
     objective: Literal["causal", "masked"] = "causal"
     """causal: predict the next token (GPT). masked: predict hidden tokens from both sides."""
@@ -95,7 +106,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: BlockShape) -> None:
         super().__init__()
         self.heads = config.heads
         self.causal = config.causal
@@ -114,7 +125,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """(B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: BlockShape) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, bias=False)
         self.attention = Attention(config)
@@ -175,6 +186,9 @@ class Stack(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement loss")
 
 
+AnyStack = TypeVar("AnyStack", bound=Stack)
+
+
 class GPT(Stack):
     """`model(tokens)` gives logits (B, T, vocab), `model(tokens, targets)` the mean loss."""
 
@@ -213,8 +227,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT:
     """The model of `config` for `vocab` tokens; the same seed gives the same weights anywhere.
 
-    The masked objective adds one row to the vocabulary, for the mask. Drawing the weights leaves
-    the global random state alone.
+    The masked objective adds one row to the vocabulary, for the mask.
     """
     if config.model not in PRESETS:
         raise UsageError(f"--model takes {', '.join(PRESETS)}; got {config.model!r}")
@@ -224,10 +237,18 @@ def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT
     shape = GPTConfig(
         layers, width, heads, rows, context, causal=not masked, tied=config.tied != "no"
     )
+    recompute = config.checkpoint_activations
+    return fresh(
+        lambda: GPT(shape, checkpoint_activations=recompute), seed, compiled=config.compile
+    )
+
+
+def fresh(make: Callable[[], AnyStack], seed: int, *, compiled: bool = False) -> AnyStack:
+    """What `make` gives, its weights drawn from the seed; the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = GPT(shape, checkpoint_activations=config.checkpoint_activations)
-    if config.compile:
+        model = make()
+    if compiled:
         model.compile()  # in place: parameter names stay as they are
     return model
 
@@ -235,13 +256,3 @@ def build_model(config: ModelConfig, vocab: int, context: int, seed: int) -> GPT
 def model_settings(model: Stack, name: str) -> dict[str, Any]:
     """What a checkpoint keeps of a model, enough to build it again."""
     return {"name": name, **asdict(model.config)}
-
-
-def model_from_settings(settings: Mapping[str, Any]) -> GPT:
-    """The model that `model_settings` described, with fresh weights. What an older version did not
-    write has its default."""
-    names = {field.name for field in fields(GPTConfig)}
-    try:
-        return GPT(GPTConfig(**{key: value for key, value in settings.items() if key in names}))
-    except TypeError as error:
-        raise UsageError(f"these are not the settings of a thinwire model: {error}") from None

@@ -1,7 +1,7 @@
 """The one-bit methods for the trainer: their flags, and the optimizers these describe."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,7 +136,7 @@ class OneBitReplica(Replica):
     optimizer: OneBitOptimizer
 
     def __init__(self, module: nn.Module, optimizer: OneBitOptimizer) -> None:
-        super().__init__(module, optimizer)
+        super().__init__(module, optimizer, optimizer.group)
         self.account = optimizer.account
 
     @property
@@ -151,22 +151,26 @@ class OneBitReplica(Replica):
         self.optimizer.step()
         return self.optimizer.grad_norm
 
-    def consensus(self) -> AbstractContextManager[None]:
-        return self.optimizer.consensus()
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        with self.optimizer.consensus(), self.statistics.consensus():
+            yield
 
     def finish(self) -> None:
         self.optimizer.finish()
+        self.statistics.settle()
 
     def state(self) -> tuple[State, State]:
         shared = {
-            "model": self.model.state_dict(),
+            "model": self.model.state_dict() | self.statistics.means(),
             "optimizer": self.optimizer.common_state(),
             "errors": self.optimizer.portable_errors(),
         }
-        return shared, {"errors": self.optimizer.own_errors()}
+        return shared, {"errors": self.optimizer.own_errors(), **self.statistics.state()}
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         load_model_state(self.model, shared["model"])
+        self.statistics.load_state(private)
         self.optimizer.load_common_state(shared["optimizer"])
         errors = private["errors"] if same_replicas else shared["errors"]
         ranks = self.optimizer.wire.size if same_replicas else 0
@@ -193,7 +197,7 @@ class ZeroOneReplica(OneBitReplica):
             "errors": self.optimizer.portable_errors(),
         }
         if not self.optimizer.apart:
-            return shared, {"errors": self.optimizer.own_errors()}
+            return shared, {"errors": self.optimizer.own_errors(), **self.statistics.state()}
         private = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return shared, private
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.optim import Lamb, Lars
 from thinwire.pipeline import LookAhead
 
 _OURS_TO_GIVE = ("self", "params", "updates")
@@ -20,7 +21,8 @@ class OptimizerConfig:
     """The optimizer of every replica, and its learning rate."""
 
     optimizer: str = "AdamW"
-    """Any optimizer of torch.optim by name, or LookAhead: NAdam for asynchronous pipelines."""
+    """Any optimizer of torch.optim by name; Lars or Lamb for large batches; LookAhead: NAdam for
+    asynchronous pipelines."""
     lr: float = 1e-3
     """Peak learning rate. Halve it when the loss jumps or steps are skipped."""
     weight_decay: float = 0.01
@@ -100,6 +102,7 @@ def _find(name: str) -> Any:
     # LBFGS needs the loss again and again, SparseAdam sparse gradients: the loop gives neither.
     for unfit in ("optimizer", "lbfgs", "sparseadam"):
         known.pop(unfit, None)
+    known |= {"lars": Lars, "lamb": Lamb}
     if name.lower() not in known:
         names = ", ".join(sorted(kind.__name__ for kind in known.values()))
         raise UsageError(f"--optimizer takes one of {names}; got {name!r}")

@@ -13,13 +13,26 @@ on all ranks, it is all that a checkpoint keeps, and it means the same for any n
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 Indices = npt.NDArray[np.int64]
 
 _WORD = (1 << 64) - 1
+
+Pair = tuple[Tensor, Tensor]  # inputs and targets
+
+
+class Batches(Protocol):
+    """Endless training micro-batches of one replica."""
+
+    position: int
+    """Samples the whole run has consumed: all that a checkpoint keeps of the data."""
+
+    def next(self) -> Pair: ...
 
 
 class Order:

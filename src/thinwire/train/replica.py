@@ -5,7 +5,8 @@ evaluated, and what a checkpoint keeps.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.optim import GradientAverage
 from thinwire.optim.consensus import mean_of_replicas
+from thinwire.train.running_statistics import RunningStatistics
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense
@@ -26,16 +28,19 @@ class Replica:
     """One replica under a method: the default is a replica on its own.
 
     `replicated` says that all replicas hold the same weights after every step, so that a checkpoint
-    needs only one copy.
+    needs only one copy. BatchNorm's statistics are each replica's own (running_statistics.py).
     """
 
     replicated = False
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group = None
+    ) -> None:
         self.model = module
         self.module = module  # what is called for the loss: the model, or a wrapper of it
         self.optimizer = optimizer
         self.account = Account()
+        self.statistics = RunningStatistics(module, group)
 
     @property
     def averages_gradients(self) -> bool:
@@ -62,22 +67,27 @@ class Replica:
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model is the one to evaluate."""
-        return nullcontext()
+        return self.statistics.consensus()
 
     def finish(self) -> None:
         """After the last step."""
+        self.statistics.settle()
 
     def state(self) -> tuple[State, State]:
         """What a checkpoint keeps: what all replicas have in common, and what is this one's own."""
         state = local_state(
             {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         )
-        return (state, {}) if self.replicated else ({}, state)
+        if not self.replicated:
+            return {}, state
+        state["model"] |= self.statistics.means()
+        return state, self.statistics.state()
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         state = shared if self.replicated else private
         load_model_state(self.model, state["model"])
         load_optimizer_state(self.optimizer, state["optimizer"])
+        self.statistics.load_state(private)
 
     def _clip(self, clip: float) -> float:
         parameters = list(self.model.parameters())  # in this order, as a plain loop would sum it
@@ -93,12 +103,18 @@ class SeparateReplica(Replica):
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
-        super().__init__(module, optimizer)
+        super().__init__(module, optimizer, group)
         self._meeting = Wire(group, name="consensus")
 
-    def consensus(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean of the replicas, which is also what is exported."""
-        return mean_of_replicas(self._meeting, list(self.model.parameters()))
+        weights = list(self.model.parameters())
+        with mean_of_replicas(self._meeting, weights), self.statistics.consensus():
+            yield
+
+    def finish(self) -> None:
+        """They stay apart."""
 
 
 class WireReplica(Replica):
@@ -108,7 +124,7 @@ class WireReplica(Replica):
     optimizer: GradientAverage
 
     def __init__(self, module: nn.Module, optimizer: GradientAverage) -> None:
-        super().__init__(module, optimizer)
+        super().__init__(module, optimizer, optimizer.group)
         self.account = optimizer.account
 
     @property
@@ -124,21 +140,26 @@ class WireReplica(Replica):
         self.optimizer.step()
         return norm
 
-    def consensus(self) -> AbstractContextManager[None]:
-        return self.optimizer.consensus()
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        with self.optimizer.consensus(), self.statistics.consensus():
+            yield
 
     def finish(self) -> None:
         self.optimizer.finish()
+        self.statistics.settle()
 
     def state(self) -> tuple[State, State]:
         inner = self.optimizer.inner.state_dict()
         shared = local_state({"model": self.model.state_dict(), "inner": inner})
+        shared["model"] |= self.statistics.means()
         shared["portable"] = self.optimizer.portable_method_state()
-        return shared, {"method": self.optimizer.method_state()}
+        return shared, {"method": self.optimizer.method_state(), **self.statistics.state()}
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         load_model_state(self.model, shared["model"])
         load_optimizer_state(self.optimizer.inner, shared["inner"])
+        self.statistics.load_state(private)
         # What a codec has not sent yet is a rank's own; on another number of ranks all of them
         # start from the mean.
         state = private["method"] if same_replicas else shared["portable"]

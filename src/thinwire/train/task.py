@@ -6,23 +6,13 @@ The training loop knows no more of text or of images than this. A kind of task h
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from thinwire.train.config import TrainConfig
 from thinwire.train.models import Stack, model_settings
-
-Pair = tuple[Tensor, Tensor]
-
-
-class Batches(Protocol):
-    """Endless training micro-batches of one replica."""
-
-    position: int
-    """Samples the whole run has consumed: all that a checkpoint keeps of the data."""
-
-    def next(self) -> Pair: ...
+from thinwire.train.order import Batches, Pair
 
 
 class Task(ABC):
@@ -60,10 +50,15 @@ class Task(ABC):
     def blank(self) -> Pair:
         """A micro-batch of the right shape that nothing is learnt from."""
 
+    def training_only(self, model: Stack) -> list[str]:
+        """Names in the model's state that the model to export has no use for."""
+        return []
+
     def identity(self, model: Stack) -> dict[str, Any]:
         """What makes a checkpoint one of this task and no other."""
         return {
             "model": model_settings(model, self.config.model.model),
             "data": self.config.data.data,
             "corpus": self.digest,
+            "training_only": self.training_only(model),
         }

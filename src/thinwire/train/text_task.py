@@ -6,11 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import IGNORED, Batches, validation_batches
 from thinwire.train.models import GPT, Stack, build_model
-from thinwire.train.task import Pair, Task
+from thinwire.train.order import Pair
+from thinwire.train.task import Task
 
 
 class TextTask(Task):
@@ -18,6 +20,11 @@ class TextTask(Task):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
+        if config.adversary.adversarial > 0:
+            raise UsageError(
+                f"--adversarial moves the pixels of images, and --data {config.data.data} is text: "
+                "leave it out"
+            )
         self._corpus = load_corpus(config.data)
         self.digest = self._corpus.digest
         self.units_per_sample = config.data.context
