@@ -24,8 +24,9 @@ from thinwire.train import checkpoint
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer
 from thinwire.train.metrics import Record
+from thinwire.train.order import Pair
 from thinwire.train.pipelining import cut_model, cuts_of, make_mesh, parse_codec
-from thinwire.train.task import Pair, Task
+from thinwire.train.task import Task
 from thinwire.wire.account import Account
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
