@@ -1,20 +1,29 @@
 """What concurrent adversarial training does for accuracy at a batch 32 times the base.
 
-    python benchmarks/conadv.py             5 seeds after tuning on others: two hours on one core
-    python benchmarks/conadv.py --quick     1 seed, 6 epochs, two learning rates: under a minute
+    OMP_NUM_THREADS=1 python benchmarks/conadv.py            5 seeds, ten minutes of one core
+    OMP_NUM_THREADS=1 python benchmarks/conadv.py --quick    1 seed, 3 epochs, two learning rates
+    OMP_NUM_THREADS=1 python benchmarks/conadv.py --pilot    what the number of epochs was chosen by
 
 One process, resnet-0.1m on scikit-learn's digits: half of the 1797 images to train on, the other
 half to test. Base batch 16, large batch 512, equal epochs for all (so 32 times fewer steps), a
-warm-up of a sixth of the run and a cosine to 0, weight decay 5e-4, momentum 0.9.
+warm-up of a sixth of the run and a cosine to 0, weight decay 5e-4, momentum 0.9. In the end every
+contender's BatchNorm statistics are measured anew on all training images: after a few dozen steps
+the running ones still hold what they began with.
 
-Every contender's learning rate is the best of the same number of tries on the same two seeds, which
-are not those of the result, judged by a fifth of the training images that it was not trained on.
-The test images are looked at only in the end. The size of the perturbation is not tuned: one of the
-16 grey levels of the images. `adversarial` is the same loss with the perturbation made by the
-weights of the step itself, one pass after the other: what staleness costs.
+Every contender's learning rate is the best of six on the same two seeds, which are not those of
+the result, judged by a fifth of the training images that it was not trained on. The test images are
+looked at only in the end. The size of the perturbation is not tuned: one of the 16 grey levels of
+the images. The number of epochs and the grids were chosen with --pilot, which runs contenders
+without an adversary alone and looks at no test image.
 
-Prints a line for each run, a table, and as its last line one JSON object:
-{"accuracy": {contender: {"lr", "mean", "deviation", "seeds"}}, "gain": conadv+lars - lars, ...}.
+A step with an adversary has three passes (forward and backward) where one without has one. So there
+is also LARS with three times the epochs: as many passes. `adversarial+lars` is the same loss as
+conadv's with the perturbation made by the weights of the step itself, one pass after the other:
+what staleness costs. It and the other sizes of perturbation run at conadv+lars' learning rate.
+
+Prints a line for each run, a table, and as its last line one JSON object: {"accuracy": {contender:
+{"lr", "mean", "deviation", "seeds", "passes", "cpu_s"}}, "gain": {"over lars": ...}, ...}. cpu_s is
+the processor's time of one run of the result.
 """
 
 import argparse
@@ -24,7 +33,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +46,10 @@ from thinwire.train.models import ModelConfig
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
 
 BASE, LARGE, EPSILON = 16, 512, 1 / 16
-DECAY, MODEL = 5e-4, "resnet-0.1m"
+DECAY, MODEL, EPOCHS = 5e-4, "resnet-0.1m", 10
 TUNING_SEEDS, SEEDS = (100, 101), (0, 1, 2, 3, 4)
+PASSES = 3  # of a step with an adversary: clean, perturbed, and the making of the next one
+ARGUMENTS = {"SGD": ("momentum=0.9",), "Lars": ("trust=0.02",), "Lamb": ()}
 
 
 @dataclass(frozen=True)
@@ -45,25 +57,39 @@ class Contender:
     name: str
     optimizer: str
     batch: int
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # one: it is not tuned
     adversary: str = ""  # "", "stale" or "fresh"
     epsilon: float = EPSILON
+    longer: int = 1  # times the epochs
 
+    def steps(self, images: ImageSet, epochs: int) -> int:
+        return round(self.longer * epochs * len(images.train) / self.batch)
 
-def contenders() -> list[Contender]:
-    lars, sgd, lamb = _grid(0.5), _grid(0.0125), _grid(0.0025)
-    return [
-        Contender("sgd, base batch", "SGD", BASE, sgd),
-        Contender("sgd", "SGD", LARGE, _grid(0.1)),
-        Contender("lamb", "Lamb", LARGE, lamb),
-        Contender("lars", "Lars", LARGE, lars),
-        Contender("conadv+lars", "Lars", LARGE, lars, "stale"),
-        Contender("adversarial+lars", "Lars", LARGE, lars, "fresh"),
-    ]
+    def passes(self, images: ImageSet, epochs: int) -> float:
+        """Forward and backward, in whole large batches' worth of images."""
+        each = PASSES if self.adversary else 1
+        return round(each * self.steps(images, epochs) * self.batch / LARGE, 1)
 
 
 def _grid(least: float, count: int = 6) -> tuple[float, ...]:
     return tuple(least * 2**power for power in range(count))
+
+
+CONADV = Contender("conadv+lars", "Lars", LARGE, _grid(0.25), "stale")
+LARS = Contender("lars", "Lars", LARGE, _grid(0.25))
+LAMB = Contender("lamb", "Lamb", LARGE, _grid(0.01))
+SGD = Contender("sgd, base batch", "SGD", BASE, _grid(0.00625))
+LONGER = replace(LARS, name=f"lars, {PASSES}x epochs", longer=PASSES)
+
+
+def variants(lr: float) -> list[Contender]:
+    """Of conadv+lars, at the learning rate that was found for it."""
+    one = replace(CONADV, rates=(lr,))
+    sizes = [
+        replace(one, name=f"conadv+lars, {levels:g} levels", epsilon=levels * EPSILON)
+        for levels in (0.5, 2)
+    ]
+    return [replace(one, name="adversarial+lars", adversary="fresh"), *sizes]
 
 
 def train(contender: Contender, images: ImageSet, lr: float, seed: int, epochs: int) -> float:
@@ -71,13 +97,12 @@ def train(contender: Contender, images: ImageSet, lr: float, seed: int, epochs: 
     model = build_image_model(ModelConfig(MODEL), images.shape, seed)
     if contender.adversary:
         tw.dual_batch_norm(model)
-    steps = round(epochs * len(images.train) / contender.batch)
-    arguments = {"SGD": ("momentum=0.9",), "Lars": ("trust=0.02",), "Lamb": ()}
+    steps = contender.steps(images, epochs)
     settings = OptimizerConfig(
         contender.optimizer,
         lr=lr,
         weight_decay=DECAY,
-        optimizer_arg=arguments[contender.optimizer],
+        optimizer_arg=ARGUMENTS[contender.optimizer],
         warmup=steps // 6,
         final_lr=0.0,
     )
@@ -92,10 +117,22 @@ def train(contender: Contender, images: ImageSet, lr: float, seed: int, epochs: 
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
+    measure_statistics(model, images.train.pixels)
     model.eval()
     with torch.no_grad():
         right = model(images.validation.pixels).argmax(1) == images.validation.labels
     return float(right.float().mean())
+
+
+@torch.no_grad()
+def measure_statistics(model: torch.nn.Module, pixels: Tensor) -> None:
+    """Gives the BatchNorms the mean and variance of all training images."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.reset_running_stats()
+            module.momentum = None  # the plain mean over the passes: there is one
+    model.train()
+    model(pixels)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -122,86 +159,96 @@ def _read(images: ImageSet, batch: int, seed: int, steps: int) -> Batches:
 
 def tune(contender: Contender, images: ImageSet, epochs: int, quick: bool) -> float:
     """The learning rate that does best on images of the training side."""
-    held_out = split(images.train, 0.2)
-    found = {}
+    if len(contender.rates) == 1:
+        return contender.rates[0]
+    held_out, found = split(images.train, 0.2), {}
     for lr in contender.rates[2:4] if quick else contender.rates:
         seeds = TUNING_SEEDS[:1] if quick else TUNING_SEEDS
-        scores = [_run(contender, held_out, lr, seed, epochs, "tuning") for seed in seeds]
+        scores = [_run(contender, held_out, lr, seed, epochs, "tuning")[0] for seed in seeds]
         found[lr] = statistics.mean(scores)
     return max(found, key=lambda lr: found[lr])
 
 
 def _run(
     contender: Contender, images: ImageSet, lr: float, seed: int, epochs: int, stage: str
-) -> float:
-    start = time.perf_counter()
+) -> tuple[float, float]:
+    """The accuracy, and the seconds of the processor that it took."""
+    start = time.process_time()
     accuracy = train(contender, images, lr, seed, epochs)
-    seconds = time.perf_counter() - start
-    print(
-        f"{stage:7} {contender.name:18} lr {lr:<7g} seed {seed:<4} {accuracy:.4f}  {seconds:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    return accuracy
+    seconds = time.process_time() - start
+    head = f"{stage:7} {contender.name:24} lr {lr:<7g} seed {seed:<4}"
+    print(f"{head} {accuracy:.4f}  {seconds:.1f} s", file=sys.stderr, flush=True)
+    return accuracy, seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--epochs", type=int, help="30; 6 with --quick")
-    given = parser.parse_args()
-    quick = given.quick
-    epochs = given.epochs or (6 if quick else 30)
-    torch.set_num_threads(1)
-    images = load_digits(0.5)
-    entries = contenders()[3:5] if quick else contenders()
-    table = {}
-    for contender in entries:
-        lr = tune(contender, images, epochs, quick)
-        scores = [
-            _run(contender, images, lr, seed, epochs, "result")
-            for seed in (SEEDS[:1] if quick else SEEDS)
-        ]
-        table[contender.name] = figures(lr, scores)
-        if contender.name == "conadv+lars" and not quick:
-            table |= other_sizes(contender, images, lr, epochs)
-    report(table, epochs, quick)
-
-
-def other_sizes(
-    contender: Contender, images: ImageSet, lr: float, epochs: int
-) -> dict[str, dict[str, object]]:
-    """How much hangs on the size of the perturbation, at the learning rate that was found."""
-    found = {}
-    for levels in (0.5, 2, 4):
-        name = f"conadv+lars, {levels:g} levels"
-        other = Contender(name, "Lars", LARGE, (), "stale", levels * EPSILON)
-        scores = [_run(other, images, lr, seed, epochs, "result") for seed in SEEDS]
-        found[name] = figures(lr, scores)
-    return found
-
-
-def figures(lr: float, scores: list[float]) -> dict[str, object]:
+def result(contender: Contender, images: ImageSet, epochs: int, quick: bool) -> dict[str, Any]:
+    lr = tune(contender, images, epochs, quick)
+    seeds = SEEDS[:1] if quick else SEEDS
+    runs = [_run(contender, images, lr, seed, epochs, "result") for seed in seeds]
+    scores = [accuracy for accuracy, _ in runs]
     return {
         "lr": lr,
         "mean": round(statistics.mean(scores), 4),
         "deviation": round(statistics.stdev(scores), 4) if len(scores) > 1 else None,
         "seeds": [round(score, 4) for score in scores],
+        "passes": contender.passes(images, epochs),
+        "cpu_s": round(statistics.median(seconds for _, seconds in runs), 1),
     }
 
 
-def report(table: dict[str, dict], epochs: int, quick: bool) -> None:
-    print(f"{'':26}{'lr':>9}{'accuracy':>10}{'±':>8}   seeds ({epochs} epochs)")
+def pilot(images: ImageSet) -> None:
+    """Accuracy on held-out training images by epochs and learning rate, without an adversary."""
+    for epochs in (5, 10, 15):
+        for contender in (LARS, LAMB):
+            for lr in contender.rates[::2]:
+                _run(contender, split(images.train, 0.2), lr, TUNING_SEEDS[0], epochs, f"{epochs}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--pilot", action="store_true")
+    parser.add_argument("--epochs", type=int, help=f"{EPOCHS}; 3 with --quick")
+    given = parser.parse_args()
+    epochs = given.epochs or (3 if given.quick else EPOCHS)
+    torch.set_num_threads(1)
+    images = load_digits(0.5)
+    if given.pilot:
+        pilot(images)
+        return
+    table = {}
+    for contender in [LARS, CONADV] if given.quick else [LARS, CONADV, LAMB, LONGER, SGD]:
+        table[contender.name] = result(contender, images, epochs, given.quick)
+    if not given.quick:
+        for contender in variants(table[CONADV.name]["lr"]):
+            table[contender.name] = result(contender, images, epochs, given.quick)
+    report(table, epochs, given.quick)
+
+
+def report(table: dict[str, dict[str, Any]], epochs: int, quick: bool) -> None:
+    print(f"{'':26}{'lr':>9}{'accuracy':>10}{'±':>8}{'passes':>8}{'cpu s':>7}   seeds")
     for name, row in table.items():
         spread = "" if row["deviation"] is None else f"{row['deviation']:.4f}"
         seeds = " ".join(f"{score:.4f}" for score in row["seeds"])
-        print(f"{name:26}{row['lr']:>9g}{row['mean']:>10.4f}{spread:>8}   {seeds}")
-    ours, theirs = table["conadv+lars"]["seeds"], table["lars"]["seeds"]
-    gains = [a - b for a, b in zip(ours, theirs, strict=True)]
-    gain = {"mean": round(statistics.mean(gains), 4), "seeds": [round(g, 4) for g in gains]}
-    if len(gains) > 1:  # of the mean of paired differences
-        gain["error"] = round(statistics.stdev(gains) / math.sqrt(len(gains)), 4)
+        print(
+            f"{name:26}{row['lr']:>9g}{row['mean']:>10.4f}{spread:>8}{row['passes']:>8g}"
+            f"{row['cpu_s']:>7.1f}   {seeds}"
+        )
+    gain = {
+        f"over {name}": gains(table[CONADV.name]["seeds"], row["seeds"])
+        for name, row in table.items()
+        if name != CONADV.name
+    }
     print(json.dumps({"accuracy": table, "gain": gain, "epochs": epochs, "quick": quick}))
+
+
+def gains(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Of conadv+lars, seed by seed; `error` is the standard error of the mean."""
+    each = [a - b for a, b in zip(ours, theirs, strict=True)]
+    found = {"mean": round(statistics.mean(each), 4), "seeds": [round(gain, 4) for gain in each]}
+    if len(each) > 1:
+        found["error"] = round(statistics.stdev(each) / math.sqrt(len(each)), 4)
+    return found
 
 
 if __name__ == "__main__":

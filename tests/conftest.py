@@ -25,6 +25,7 @@ _context.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.pipelining",
         "pytest",
+        "sklearn.datasets",  # passed over where it is not installed
         "thinwire.wire",
         "thinwire.optim",
         "thinwire.wire.ddp",

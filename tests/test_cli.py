@@ -40,6 +40,7 @@ def assert_refused(program: Program, said: str) -> None:
         (["--optimizer-arg", "beta=1"], "--optimizer-arg beta: AdamW takes"),
         (["--tensorboard"], "pip install 'thinwire[tensorboard]'"),
         (["--tokenizer", "x.json"], "pip install thinwire[tokenizers]"),
+        (["--data", "digits", "--context", "128"], "pip install 'thinwire[images]'"),
         (["--run", "a-file"], "is a file, not a directory"),
         (["--run", "a-file/below"], "is a file, not a directory"),
         (["--run", "nowhere", "--resume"], "no such file or directory"),
@@ -64,7 +65,7 @@ def test_bad_input(
 
 
 def hide_extras() -> None:
-    for name in ("tensorboard", "tokenizers"):
+    for name in ("sklearn", "tensorboard", "tokenizers"):
         sys.modules[name] = None  # type: ignore[assignment]
 
 

@@ -12,16 +12,21 @@ from tests.conftest import Ranks
 from tests.programs import TIMES
 from torch import nn
 
+import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.train import checkpoint
 from thinwire.train.config import parse
 from thinwire.train.export import export, load_exported
 from thinwire.train.image_models import ImageShape, build_image_model
 from thinwire.train.images import ImageBatches, load_digits
+from thinwire.train.loop import Trainer, preflight
 from thinwire.train.models import ModelConfig
 from thinwire.train.running_statistics import RunningStatistics
 from thinwire.train.tasks import find_task
 from thinwire.train.worker import run_worker
+from thinwire.wire.wire import Wire
+
+pytest.importorskip("sklearn", reason="digits come with scikit-learn: thinwire[images]")
 
 RUN = ["--data", "digits", "--model", "resnet-0.1m", "--batch", "8", "--eval-windows", "64"]
 RUN += ["--warmup", "0", "--final-lr", "1", "--lr", "0.01"]
@@ -68,12 +73,15 @@ def test_it_equals_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
 
 
 METHODS = {
-    "ddp": ["--method", "ddp"],
+    "ddp": ["--method", "ddp", "--optimizer", "Lamb"],
     "none": ["--method", "none"],
     "average": ["--method", "average", "--codec", "int8"],
-    "one-bit-adam": ["--method", "one-bit-adam", "--freeze-at", "3"],
+    "lamb": ["--method", "lamb", "--model", "vit-0.1m"],
+    "one-bit-adam": ["--method", "one-bit-adam", "--freeze-at", "3", "--adversarial", "0.1"],
+    "one-bit-lamb": ["--method", "one-bit-lamb", "--freeze-at", "3"],
     "zero-one-adam": ["--method", "zero-one-adam", "--freeze-at", "3", "--double-after", "1"],
-    "overlapped": ["--method", "overlapped", "--every", "3"],
+    "overlapped": ["--method", "overlapped", "--every", "3", "--optimizer", "Lars"],
+    "co2": ["--method", "co2", "--every", "3", "--adversarial", "0.1"],
     "adversarial": ["--method", "average", "--optimizer", "lars", "--adversarial", "0.1"],
     "adversarial ddp": ["--adversarial", "0.1", "--accumulate", "2"],
 }
@@ -97,12 +105,33 @@ def test_batch_norm_under_every_kind_of_method(ranks: Ranks, tmp_path: Path, nam
     with torch.no_grad():
         found = F.cross_entropy(exported(images.pixels[chosen]), images.labels[chosen])
     assert float(found) == pytest.approx(summary["val_loss"], rel=1e-4)
-    if name.startswith("adversarial"):
+    if "--adversarial" in argv:
         assert all(r["adversarial_loss"] > 0 for r in records(straight) if r["kind"] == "step")
-    if name != "none":
+    if name not in ("none", "lamb"):  # replicas that stay apart; a model without statistics
         first, second = (statistics(straight, replica) for replica in range(2))
         assert first.equal(second)
         assert not first[: len(first) // 2].equal(torch.zeros(len(first) // 2))
+
+
+def test_another_number_of_replicas_goes_on_from_the_mean(ranks: Ranks, tmp_path: Path) -> None:
+    argv = [*RUN, "--method", "average", "--eval-every", "0", "--save-every", "3", "--steps", "4"]
+    ranks(2, train, [*argv, "--run", str(tmp_path)])
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000003\n")
+    two = [statistics(tmp_path, replica) for replica in range(2)]
+    assert not two[0].equal(two[1])
+    (found,) = ranks(1, resumed_statistics, str(tmp_path))
+    torch.testing.assert_close(found, (two[0] + two[1]) / 2)
+
+
+def resumed_statistics(run: str) -> torch.Tensor:
+    """What a run on one worker goes on with."""
+    world = tw.init()
+    config = parse(["--run", run, "--resume"])
+    control, task = Wire(name="control"), preflight(config, Path(run))
+    trainer = Trainer(config, world, control, task, Path(run))
+    trainer.resume()
+    state = trainer.replica.model.state_dict()
+    return torch.cat([v.flatten() for k, v in sorted(state.items()) if "running" in k])
 
 
 def statistics(run: Path, replica: int) -> torch.Tensor:
@@ -114,8 +143,6 @@ def statistics(run: Path, replica: int) -> torch.Tensor:
 
 def meet() -> list[list[float]]:
     """(own, in the consensus, own again, as a checkpoint's, settled) of this rank's mean."""
-    import thinwire as tw
-
     world = tw.init()
     norm = nn.BatchNorm1d(1, momentum=1.0)
     statistics = RunningStatistics(norm, None)
@@ -145,7 +172,7 @@ def test_running_statistics_meet_in_their_mean(ranks: Ranks) -> None:
         (["--vocab", "64"], "--vocab is for text"),
         (["--objective", "masked"], "--objective is for text"),
         (["--shards", "2", "--method", "average"], "--shards 2: every rank of a replica"),
-        (["--stages", "2"], "--stages 2: every rank of a replica"),
+        (["--stages", "2", "--method", "none"], "--stages 2: every rank of a replica"),
         (["--validation", "1"], "--validation must be between 0 and 1"),
         (["--data", "stdlib"], "resnet-0.1m reads images, and --data stdlib is text"),
         (["--adversarial", "0.1", "--compile"], "--compile: perturbed images are made beside"),

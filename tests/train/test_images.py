@@ -1,5 +1,6 @@
 """Images: both sides of a set, the replicas' shares of it, and what is refused."""
 
+import importlib.util
 import sys
 
 import numpy as np
@@ -9,12 +10,15 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.train.images import ImageBatches, Images, load_digits, split, validation_images
 
+HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None
+
 
 def numbered(count: int) -> Images:
     """Images whose label says which one it is."""
     return Images(torch.zeros(count, 1, 2, 2), torch.arange(count))
 
 
+@pytest.mark.skipif(not HAS_SKLEARN, reason="digits come with scikit-learn: thinwire[images]")
 def test_digits_are_scaled_and_split_the_same_way_every_time() -> None:
     digits, again = load_digits(), load_digits()
     assert (len(digits.train), len(digits.validation)) == (1438, 359)

@@ -10,11 +10,12 @@ from thinwire.train.order import Batches, Pair
 
 @dataclass
 class AdversaryConfig:
-    """Training on perturbed images, too (docs/methods/concurrent-adversarial.md)."""
+    """Training on perturbed images, too (docs/methods/conadv.md)."""
 
     adversarial: float = 0.0
     """How far each pixel, 0 to 1, is moved to raise the loss; 0 trains on clean images alone. Try
-    it where a large batch ends at a lower accuracy than a small one; it doubles the compute."""
+    it where a large batch ends at a lower accuracy than a small one. A step then has three passes
+    instead of one."""
     adversarial_weight: float = 1.0
     """Of the loss on perturbed images. Lower it when the clean loss stays behind."""
 

@@ -111,7 +111,7 @@ class TrainConfig:
         values = flat_values(self)
         names = ["method", "seed", "shards", "optimizer", "optimizer_arg", "weight_decay"]
         names += ["stages", "schedule", "stash", "lead"]
-        names += ["adversarial"]
+        names += ["adversarial"] if self.adversary.adversarial > 0 else []
         names += [f.name for f in fields(self.settings)] if self.settings else []
         kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in names}))
         return kept

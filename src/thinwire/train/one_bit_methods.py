@@ -170,7 +170,8 @@ class OneBitReplica(Replica):
 
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         load_model_state(self.model, shared["model"])
-        self.statistics.load_state(private)
+        if same_replicas:
+            self.statistics.load_state(private)
         self.optimizer.load_common_state(shared["optimizer"])
         errors = private["errors"] if same_replicas else shared["errors"]
         ranks = self.optimizer.wire.size if same_replicas else 0

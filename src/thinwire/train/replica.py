@@ -87,7 +87,8 @@ class Replica:
         state = shared if self.replicated else private
         load_model_state(self.model, state["model"])
         load_optimizer_state(self.optimizer, state["optimizer"])
-        self.statistics.load_state(private)
+        if same_replicas:
+            self.statistics.load_state(private)
 
     def _clip(self, clip: float) -> float:
         parameters = list(self.model.parameters())  # in this order, as a plain loop would sum it
@@ -159,7 +160,8 @@ class WireReplica(Replica):
     def load_state(self, shared: State, private: State, *, same_replicas: bool) -> None:
         load_model_state(self.model, shared["model"])
         load_optimizer_state(self.optimizer.inner, shared["inner"])
-        self.statistics.load_state(private)
+        if same_replicas:
+            self.statistics.load_state(private)
         # What a codec has not sent yet is a rank's own; on another number of ranks all of them
         # start from the mean.
         state = private["method"] if same_replicas else shared["portable"]

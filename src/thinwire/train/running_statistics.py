@@ -64,5 +64,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave. Another number of replicas goes on from the means instead, which the
+        model's state has."""
         for name, value in state.get("statistics", {}).items():
             self._named[name].copy_(value)
