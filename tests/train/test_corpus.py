@@ -181,8 +181,8 @@ def refused(config: DataConfig) -> str:
 
 
 def test_bad_sources_are_refused(tmp_path: Path):
-    assert "stdlib, files:GLOB or tokens:GLOB" in refused(DataConfig(data="wikipedia"))
-    assert "stdlib, files:GLOB or tokens:GLOB" in refused(DataConfig(data="files:"))
+    assert "stdlib, files:GLOB, tokens:GLOB or digits" in refused(DataConfig(data="wikipedia"))
+    assert "stdlib, files:GLOB, tokens:GLOB or digits" in refused(DataConfig(data="files:"))
     assert "no file matches" in refused(DataConfig(data=f"files:{tmp_path}/*.txt"))
     (tmp_path / "empty.txt").touch()
     assert "empty" in refused(DataConfig(data=f"files:{tmp_path}/*.txt"))

@@ -20,7 +20,7 @@ def model_from_settings(settings: Mapping[str, Any]) -> Stack:
     """The model that `model_settings` described, with fresh weights. What an older version did not
     write has its default."""
     try:
-        shape, build = _FAMILIES[str(settings["name"]).partition("-")[0]]
+        shape, build = _FAMILIES[str(settings.get("name", "gpt")).partition("-")[0]]
         names = {field.name for field in fields(shape)}
         return build(shape(**{key: value for key, value in settings.items() if key in names}))
     except (KeyError, TypeError) as error:
