@@ -1,4 +1,4 @@
-# make demo   install into .venv and run the main job on emulated 100 Mbit/s links
+# make demo   install into .venv and compare methods on emulated 100 Mbit/s links
 # make test   install into .venv and run the tests
 # make lint   ruff and mypy
 PYTHON ?= python3
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.thinwire-installed
 .PHONY: demo test lint format clean
 
 demo: $(STAMP)
-	$(BIN)/python -m thinwire train --config examples/demo.toml
+	$(BIN)/python -m thinwire compare --config examples/demo.toml
 
 # Side by side what may be; then, one by one, what measures a network. ARGS runs a part by hand.
 test: $(STAMP)

@@ -9,9 +9,7 @@ dense warm-up, interleaved in one run (see side_by_side.py): on loopback, where 
 work counts, and in the lab at 100 Mbit/s and 1 ms. Collectives are counted where both libraries
 call torch.distributed.
 
-DeepSpeed has no packing of bits for a CPU, and hands gloo scalars where it wants vectors. Both are
-mended from outside here: its `PackbitsBuilder` is replaced by numpy's packbits, and a scalar given
-to all_gather becomes a vector of one. The rest is its own: its engine, its "compressed" backend.
+What DeepSpeed lacks on a CPU is mended from outside: deepspeed_mends.py.
 Prints a table for each network and as its last line one JSON object:
 {"figures": {network: {contender: {"ms_per_step", "collectives_per_step"}}}, "faster": {...}}.
 """
@@ -24,13 +22,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from counting import calls  # isort: skip
+from deepspeed_mends import mended_deepspeed  # isort: skip
 from side_by_side import Build, Contender, race  # isort: skip
 
 import thinwire as tw
@@ -46,32 +43,6 @@ MODEL, BATCH, CONTEXT, WORKERS = "gpt-3m", 8, 128, 2
 FROZEN = 2
 NETWORKS: dict[str, Link | None] = {"loopback": None, "100mbit": Link.of("100mbit", delay="1ms")}
 OURS, THEIRS = "thinwire one-bit-adam", "deepspeed OneBitAdam"
-
-
-class Packer:
-    """What DeepSpeed's own op does on the devices that have it."""
-
-    def packbits(self, values: torch.Tensor, count: int, rank: int) -> torch.Tensor:
-        return torch.from_numpy(np.packbits(values.numpy() >= 0))
-
-    def unpackbits(self, packed: torch.Tensor, count: int, rank: int) -> torch.Tensor:
-        bits = np.unpackbits(packed.numpy())
-        return torch.from_numpy(bits).float().mul_(2).sub_(1)
-
-
-class PackerBuilder:
-    def load(self) -> Packer:
-        return Packer()
-
-
-def gather_scalars() -> None:
-    """Lets all_gather take a tensor without dimensions, which gloo refuses."""
-    original = dist.all_gather
-
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, **rest: Any) -> Any:
-        return original(tensor_list, tensor.view(-1) if tensor.dim() == 0 else tensor, **rest)
-
-    dist.all_gather = all_gather
 
 
 class EngineLoss:
@@ -97,12 +68,7 @@ class EngineReplica(Replica):
 
 
 def deepspeed_one_bit(model: GPT, inner: torch.optim.Optimizer) -> Replica:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.ops import op_builder
-
-    op_builder.PackbitsBuilder = PackerBuilder
-    gather_scalars()
+    deepspeed = mended_deepspeed()
     settings = {"lr": 1e-3, "freeze_step": FROZEN, "comm_backend_name": "compressed"}
     engine, *_ = deepspeed.initialize(
         model=model,

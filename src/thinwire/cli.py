@@ -1,4 +1,4 @@
-"""The command line: thinwire train | lab | export | methods.
+"""The command line: thinwire train | compare | report | top | lab | export | methods.
 
 Each command imports what it needs when it is called: `thinwire --help` and `thinwire lab` start
 without torch. Bad input, and a machine that cannot do what was asked of it, is one line on stderr
@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import thinwire
 from thinwire.errors import LabError, ThinwireError, UsageError
@@ -18,6 +19,9 @@ from thinwire.errors import LabError, ThinwireError, UsageError
 _HELP = """usage: thinwire COMMAND [flags]
 
   train    train a model: alone, under torchrun, or on workers it starts itself (--workers, --lab)
+  compare  train the same under several methods on emulated links, and show what each costs
+  report   show a comparison again, and write its report
+  top      watch a run while it goes on, or look at one that has ended
   lab      run a command on every host of an emulated network
   export   write the weights of a run as one safetensors file
   methods  list the methods --method takes
@@ -31,6 +35,40 @@ def _train(argv: list[str]) -> int:
     from thinwire.train.launch import train
 
     return train(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from thinwire.compare.launch import compare
+
+    return compare(argv)
+
+
+def _report(argv: list[str]) -> int:
+    import tyro
+    from rich.console import Console
+
+    from thinwire.compare.launch import report
+
+    def command(run: tyro.conf.Positional[str], json: bool = False) -> int:
+        """Show a comparison's figures again, and write its report.
+
+        Args:
+            run: The comparison's directory.
+            json: Print the table as JSON on stdout, and everything else on stderr.
+        """
+        report(Path(run), Console(stderr=json), as_json=json)
+        return 0
+
+    return tyro.cli(command, args=argv, prog="thinwire report")
+
+
+def _top(argv: list[str]) -> int:
+    import tyro
+
+    from thinwire.report.top import TopConfig, top
+
+    config = tyro.cli(TopConfig, args=argv, prog="thinwire top")
+    return top(config)
 
 
 def _lab(argv: list[str]) -> int:
@@ -85,6 +123,9 @@ def _methods(argv: list[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "compare": _compare,
+    "report": _report,
+    "top": _top,
     "lab": _lab,
     "export": _export,
     "methods": _methods,

@@ -67,7 +67,7 @@ def from_ranks(steps: int, batch: int, passes: int) -> dict[str, tuple[float, fl
             m.zero_grad()
     for estimate in seen.values():
         estimate.finish()
-    assert "samples no longer pays" in seen["ranks"].reading()
+    assert "samples (the noise scale)" in seen["ranks"].reading()
     return {name: (estimate.value, estimate.error) for name, estimate in seen.items()}
 
 
@@ -146,7 +146,7 @@ def test_a_gradient_lost_in_noise_is_told_apart() -> None:
     assert averages.lost
     assert 50 / 0.5 < averages.least < 50 / 0.1
     sure = run_alone(64, 4)
-    assert "a batch beyond" in sure.reading()
+    assert "(the noise scale)" in sure.reading()
     assert not sure._averages.lost
 
 

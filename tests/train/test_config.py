@@ -12,6 +12,7 @@ from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
 from thinwire.train import config as config_module
 from thinwire.train.config import TrainConfig, flat_values, parse
+from thinwire.train.flags import leaves
 from thinwire.train.methods import METHODS
 
 
@@ -31,7 +32,7 @@ def refusal(*argv: str) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_flag_has_one_meaning(method: str) -> None:
-    names = Counter(f.name for _, f in config_module._leaves(parse(["--method", method])))
+    names = Counter(f.name for _, f in leaves(parse(["--method", method])))
     assert not [name for name, count in names.items() if count > 1]
 
 

@@ -69,7 +69,7 @@ def test_a_run_reports_the_noise_scale_of_its_gradients(
     steps = [r for r in records(run) if r["kind"] == "step"]
     assert steps[14]["noise_scale"] is None, "the first block lands with the second"
     assert steps[15]["noise_scale"] > 0
-    now = f"(this run: {BATCH * CONTEXT * size * passes:,} a step)"
+    now = f"; this run has {BATCH * CONTEXT * size * passes:,}"
     assert now in summaries[0]["noise_scale_reading"]
 
 

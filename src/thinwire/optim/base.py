@@ -25,6 +25,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.optim.flat import local_part
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same, require_same_values
+from thinwire.wire.meeting import Meeting
 from thinwire.wire.wire import Group, Wire
 
 Closure = Callable[[], float]
@@ -56,7 +57,7 @@ class WireOptimizer(torch.optim.Optimizer):
         """The wire of `consensus()`: evaluation is no part of what the method costs, so it has an
         account of its own."""
         if self._meeting is None:
-            self._meeting = Wire(self.group, name=f"{self.wire.name} consensus")
+            self._meeting = Meeting(self.group, name=f"{self.wire.name} consensus")
         return self._meeting
 
     def step(self, closure: Closure | None = None) -> Any:

@@ -139,14 +139,15 @@ class NoiseScale:
         """What it says, in one sentence."""
         if math.isnan(self.value):
             return "noise scale: not measured yet"
+        pays = "larger batches (or more replicas) save steps as long as a step has fewer than"
         if self._averages.lost:
             least = _rounded(self._averages.least)
-            return f"the gradient is lost in the noise: a batch of {least} {self.unit} still pays"
-        value = _rounded(self.value)
-        return (
-            f"noise scale {value} ± {_rounded(self.error)} {self.unit}: a batch beyond {value} "
-            f"{self.unit} no longer pays"
-        )
+            return (
+                f"{pays} {least} {self.unit}, and perhaps with more: this run's gradients are too "
+                "noisy to tell"
+            )
+        value, error = _rounded(self.value), _rounded(self.error)
+        return f"{pays} about {value} ± {error} {self.unit} (the noise scale)"
 
     def finish(self) -> None:
         """Takes in what is under way and what the last, short block has; a collective."""

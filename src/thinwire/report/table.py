@@ -49,13 +49,15 @@ def _loss(value: float | None) -> str:
 
 def print_checks(checks: Sequence[LinkCheck], console: Console | None = None) -> None:
     """What the lab measured of itself before the run, in one line."""
-    console = console or Console()
+    (console or Console()).print(f"lab: {describe_checks(checks)}", highlight=False)
+
+
+def describe_checks(checks: Sequence[LinkCheck]) -> str:
     rates = [rate for check in checks for rate in (check.up, check.down)]
     trips = [check.rtt for check in checks]
-    console.print(
-        f"lab: {len(checks)} hosts, links measured at {_span(rates, format_rate)}, "
-        f"round trips at {_span(trips, format_duration)}",
-        highlight=False,
+    return (
+        f"{len(checks)} hosts, links measured at {_span(rates, format_rate)}, "
+        f"round trips at {_span(trips, format_duration)}"
     )
 
 

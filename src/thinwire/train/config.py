@@ -8,17 +8,13 @@ A flag beats the file named by --config, that beats - with --resume - the settin
 with, and those beat the defaults: `thinwire train --run DIR --resume` says all there is to say.
 """
 
-import dataclasses
-import difflib
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import tyro
 
@@ -26,16 +22,14 @@ from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
 from thinwire.train.adversary import AdversaryConfig
 from thinwire.train.data import DataConfig
+from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag, with_values
 from thinwire.train.method import Method
 from thinwire.train.methods import find_method
 from thinwire.train.models import ModelConfig
 from thinwire.train.optimizers import OptimizerConfig
 from thinwire.train.pipelining import PipelineConfig, check_pipeline
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+__all__ = ["CONFIG", "LoopConfig", "TrainConfig", "check", "config_type", "flat_values", "parse"]
 
 
 @dataclass
@@ -123,24 +117,24 @@ _PLACE = {"workers", "replicas", "lab", *(f.name for f in fields(LinkConfig))}
 
 def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
     """Flags over --config over the resumed run's settings over the defaults; checked."""
-    file, rest = _take_flag(list(argv), "--config")
-    given = _read_toml(Path(file)) if file else {}
+    file, rest = take_flag(list(argv), "--config")
+    given = read_toml(Path(file)) if file else {}
     earlier = _of_resumed_run(rest, given)
-    method, _ = _take_flag(list(rest), "--method")
+    method, _ = take_flag(list(rest), "--method")
     name = method or str(given.get("method", earlier.get("method", TrainConfig.method)))
-    config_type = _config_type(name)
-    default = _with_values(config_type(), dict(find_method(name).defaults))
-    default = _with_values(default, earlier)
-    default = _with_values(default, given, file or "")
+    kind = config_type(name)
+    default = with_values(kind(), dict(find_method(name).defaults))
+    default = with_values(default, earlier)
+    default = with_values(default, given, file or "")
     config = tyro.cli(
-        config_type,
+        kind,
         config=(tyro.conf.OmitArgPrefixes,),
         args=rest,
         default=default,
         prog=prog,
         description="Train a model. --config FILE.toml reads the same settings from a file.",
     )
-    _count_workers(config, explicit="workers" in given or _take_flag(rest, "--workers")[0])
+    _count_workers(config, explicit="workers" in given or take_flag(rest, "--workers")[0])
     check(config)
     return config
 
@@ -164,10 +158,10 @@ def check(config: TrainConfig) -> None:
     values = flat_values(config)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"--{_flag(name)} takes a finite number, got {value}")
+            raise UsageError(f"--{as_flag(name)} takes a finite number, got {value}")
     for name, least in _LEAST.items():
         if values[name] < least:
-            raise UsageError(f"--{_flag(name)} takes a number >= {least}, got {values[name]}")
+            raise UsageError(f"--{as_flag(name)} takes a number >= {least}, got {values[name]}")
     if config.loop.seed >= 2**63:
         raise UsageError(f"--seed takes a number below 2**63, got {config.loop.seed}")
     if config.place.timeout <= 0:
@@ -270,21 +264,7 @@ _LEAST = {
 }
 
 
-def flat_values(config: Any) -> dict[str, Any]:
-    """Every setting by its flag's name (underscores), whatever part it belongs to."""
-    return {f.name: getattr(part, f.name) for part, f in _leaves(config)}
-
-
-def _leaves(config: Any) -> Iterator[tuple[Any, "dataclasses.Field[Any]"]]:
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if is_dataclass(value):
-            yield from _leaves(value)
-        elif f.name != "settings":
-            yield config, f
-
-
-def _config_type(method: str) -> type[TrainConfig]:
+def config_type(method: str) -> type[TrainConfig]:
     """TrainConfig with the method's own settings in place of the empty ones."""
     settings = find_method(method).settings
     made = make_dataclass(
@@ -296,38 +276,9 @@ def _config_type(method: str) -> type[TrainConfig]:
     return made
 
 
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _take_flag(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The last value of `--flag VALUE` or `--flag=VALUE`, and the other arguments."""
-    value, rest, words = None, [], iter(argv)
-    for word in words:
-        if word == flag:
-            value = next(words, None)
-            if value is None:
-                raise UsageError(f"{flag} needs a value")
-        elif word.startswith(flag + "="):
-            value = word.split("=", 1)[1]
-        else:
-            rest.append(word)
-    return value, rest
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not TOML: {error}") from error
-    return {key.replace("-", "_"): value for key, value in content.items()}
-
-
 def _of_resumed_run(argv: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be continued, where this command line says which."""
-    run = _take_flag(argv, "--run")[0] or given.get("run")
+    run = take_flag(argv, "--run")[0] or given.get("run")
     if not isinstance(run, str) or not ("--resume" in argv or given.get("resume") is True):
         return {}
     path = Path(run) / CONFIG
@@ -340,56 +291,3 @@ def _of_resumed_run(argv: list[str], given: dict[str, Any]) -> dict[str, Any]:
     # Whoever has started this worker has also decided where it runs.
     other = {"run", "resume"} | (_PLACE if "RANK" in os.environ else set())
     return {name: value for name, value in content.items() if name not in other}
-
-
-def _with_values(config: TrainConfig, values: dict[str, Any], source: str = "") -> TrainConfig:
-    """Sets values by name. Those of an earlier run, which have no source, may be of another method
-    or version: what does not fit is left out, and the checkpoint itself is compared later."""
-    places = {f.name: (part, f) for part, f in _leaves(config)}
-    for name, value in values.items():
-        if name not in places:
-            if not source:
-                continue
-            near = difflib.get_close_matches(name, places, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"{source}: there is no setting {name!r}{hint}")
-        part, f = places[name]
-        kind = get_type_hints(type(part))[f.name]
-        try:
-            setattr(part, f.name, _fitting(value, kind))
-        except TypeError:
-            if source:
-                wanted = f"{source}: {name} takes {_spoken(kind)}, got {value!r}"
-                raise UsageError(wanted) from None
-    return config
-
-
-def _fitting(value: Any, kind: Any) -> Any:
-    """The value as `kind` has it, or TypeError. TOML and JSON have no tuples, and 1 may be 1.0."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is float and type(value) is int:
-        return float(value)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_fitting(item, inner[0]) for item in value)
-    if origin in (Union, UnionType):
-        return None if value is None else _fitting(value, _without_none(kind))
-    if value in inner if origin is Literal else type(value) is kind:
-        return value
-    raise TypeError
-
-
-def _without_none(kind: Any) -> Any:
-    return next(option for option in get_args(kind) if option is not NoneType)
-
-
-def _spoken(kind: Any) -> str:
-    """What a setting of this type takes, for people."""
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        return _spoken(_without_none(kind))
-    if origin is Literal:
-        return " or ".join(json.dumps(choice) for choice in get_args(kind))
-    if origin is tuple:
-        return "a list, each of it " + _spoken(get_args(kind)[0])
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
-    return words[kind]

@@ -75,20 +75,26 @@ class DdpReplica(Replica):
     def averages_gradients(self) -> bool:
         return True
 
-    @contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        adding_up: AbstractContextManager[None] = nullcontext()
-        if not last and isinstance(self.module, DistributedDataParallel):
-            adding_up = self.module.no_sync()
-        try:
-            with adding_up:
-                yield
-        except RuntimeError as error:
-            # The autograd engine hides a lost peer in an error of its own.
-            lost = self._wire.explain(error)
-            if lost is not None:
-                raise lost from error
-            raise
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return naming_lost_peers(self.module, self._wire, last)
+
+
+@contextmanager
+def naming_lost_peers(module: nn.Module, wire: Wire, last: bool) -> Iterator[None]:
+    """Around forward and backward of a DDP module on a wire's group, all micro-batches but the
+    last of a step without communication."""
+    adding_up: AbstractContextManager[None] = nullcontext()
+    if not last and isinstance(module, DistributedDataParallel):
+        adding_up = module.no_sync()
+    try:
+        with adding_up:
+            yield
+    except RuntimeError as error:
+        # The autograd engine hides a lost peer in an error of its own.
+        lost = wire.explain(error)
+        if lost is not None:
+            raise lost from error
+        raise
 
 
 def _none(
@@ -110,7 +116,7 @@ def _average(
     return WireReplica(module, GradientAverage(inner, codec=codec, group=group))
 
 
-def _check_ddp(settings: DdpSettings) -> None:
+def check_ddp(settings: DdpSettings) -> None:
     if settings.bucket_mb <= 0:
         raise UsageError(f"--bucket-mb takes a number > 0, got {settings.bucket_mb}")
 
@@ -126,7 +132,7 @@ DENSE_METHODS = (
         "PyTorch's data parallelism",
         DdpSettings,
         _ddp,
-        _check_ddp,
+        check_ddp,
         shardable=False,
         averages=lambda settings: True,
         stageable=False,

@@ -109,9 +109,9 @@ class Trainer:
             if not signum:  # a run that was asked to stop does what is due once it is resumed
                 self._between_steps(metrics)
             metrics.write(self.train_step())
-            asked = self.pulse.beat(self.step, self._own_loss(), self.norm)
+            asked = self.pulse.beat(self.step, self.own_loss(), self.norm)
             if asked and not signum:
-                signum, end = asked, self._earliest_stop()
+                signum, end = asked, self.earliest_stop()
             self._acknowledge(signum)
         self.pulse.end()
         stopped = self.step < self.config.loop.steps
@@ -121,11 +121,11 @@ class Trainer:
         self.save()
         return self._summary(signal.Signals(signum).name if stopped else None)
 
-    def _earliest_stop(self) -> int:
+    def earliest_stop(self) -> int:
         """The step after which a run that is asked to stop now can."""
         return self.step
 
-    def _own_loss(self) -> float:
+    def own_loss(self) -> float:
         """The loss of the last step as far as this worker knows one, and a finite number if not."""
         return self.loss
 
@@ -164,16 +164,16 @@ class Trainer:
         if self.noise is not None:
             self.noise.begin()
 
-    def _accounts(self) -> list[Account]:
+    def accounts(self) -> list[Account]:
         """Of everything that is sent to train, the method's first."""
         return [self.replica.account]
 
     def _restore_traffic(self, snapshots: list[dict[str, float]]) -> None:
-        for account, snapshot in zip(self._accounts(), snapshots, strict=True):
+        for account, snapshot in zip(self.accounts(), snapshots, strict=True):
             account.restore(snapshot)
 
     def _forget_traffic(self) -> None:
-        self._restore_traffic([Account().snapshot()] * len(self._accounts()))
+        self._restore_traffic([Account().snapshot()] * len(self.accounts()))
 
     def save(self) -> None:
         shared, private = self.replica.state()
@@ -182,7 +182,7 @@ class Trainer:
         private |= {
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "accounts": [account.snapshot() for account in self._accounts()],
+            "accounts": [account.snapshot() for account in self.accounts()],
             "noise": self.noise.state() if self.noise is not None else {},
             "adversary": None if self.adversary is None else self.adversary.state_dict(),
         }
@@ -284,7 +284,7 @@ class Trainer:
         self.seconds += taken
         if self.world.heartbeat is not None:
             self.world.heartbeat.note = f"step {self.step}"
-        totals = self._totals()
+        totals = self.totals()
         samples = self.config.loop.accumulate * self.config.data.batch * self.readers
         unit = self.task.unit
         record = {
@@ -302,9 +302,9 @@ class Trainer:
             record["adversary_hidden"] = self.adversary.hidden
         return record
 
-    def _totals(self) -> dict[str, float]:
+    def totals(self) -> dict[str, float]:
         """What this worker has sent and waited so far."""
-        snapshots = [account.snapshot() for account in self._accounts()]
+        snapshots = [account.snapshot() for account in self.accounts()]
         names = ("bytes", "exposed", "hidden", "skipped")
         return {name: sum(s[name] for s in snapshots) for name in names} | {
             "lag": snapshots[0]["lag"]
@@ -350,8 +350,8 @@ class Trainer:
             yield judged
 
     def _summary(self, stopped_by: str | None) -> dict[str, Any]:
-        own = self._totals()
-        loss, total = self.control.agree([self._own_loss(), own["bytes"]], "sum")
+        own = self.totals()
+        loss, total = self.control.agree([self.own_loss(), own["bytes"]], "sum")
         seconds, exposed, hidden, skipped = self.control.agree(
             [self.seconds, own["exposed"], own["hidden"], own["skipped"]], "max"
         )
@@ -388,16 +388,22 @@ def preflight(config: TrainConfig, run: Path) -> Task:
     run_directory.check(config, run)
     if config.loop.tensorboard:
         require_tensorboard()
+    task, model = preflight_parts(config)
+    if config.loop.resume:
+        meta = checkpoint.read_manifest(run).meta
+        _check_resumed(meta, _identity(config, task, model), model, run)
+    return task
+
+
+def preflight_parts(config: TrainConfig) -> tuple[Task, Stack]:
+    """What can be refused of the optimizer, the data and the model; the model has no weights."""
     try_optimizer(config.optimizer, config.loop.steps)
     task = find_task(config)
     with torch.device("meta"):
         model = task.build_model()
     if config.pipeline.stages > 1:
         cut_model(model, config.pipeline)
-    if config.loop.resume:
-        meta = checkpoint.read_manifest(run).meta
-        _check_resumed(meta, _identity(config, task, model), model, run)
-    return task
+    return task, model
 
 
 def _identity(config: TrainConfig, task: Task, model: Stack) -> dict[str, Any]:

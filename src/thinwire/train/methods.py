@@ -8,19 +8,22 @@ from thinwire.train.dense_methods import DENSE_METHODS
 from thinwire.train.local_methods import LOCAL_METHODS
 from thinwire.train.method import Method
 from thinwire.train.one_bit_methods import ONE_BIT_METHODS
+from thinwire.train.peer_methods import PEER_METHODS
 from thinwire.train.sparse_methods import SPARSE_METHODS
 from thinwire.train.threshold_methods import THRESHOLD_METHODS
 
 METHODS: dict[str, Method] = {
     method.name: method
-    for method in (
-        *DENSE_METHODS,
-        *LOCAL_METHODS,
-        *ONE_BIT_METHODS,
-        *SPARSE_METHODS,
-        *THRESHOLD_METHODS,
-        *DECENTRALIZED_METHODS,
+    for family in (
+        DENSE_METHODS,
+        LOCAL_METHODS,
+        ONE_BIT_METHODS,
+        SPARSE_METHODS,
+        THRESHOLD_METHODS,
+        DECENTRALIZED_METHODS,
+        PEER_METHODS,
     )
+    for method in family
 }
 
 

@@ -51,7 +51,7 @@ class NoiseMeter:
     def summary(self) -> State:
         """For the end of a run, with what the last steps have added; a collective."""
         self._noise.finish()
-        reading = f"{self._noise.reading()} (this run: {self.batch:,} a step)"
+        reading = f"{self._noise.reading()}; this run has {self.batch:,}"
         return self.figures() | {"noise_scale_reading": reading}
 
     def state(self) -> State:

@@ -19,7 +19,8 @@ from thinwire.train.running_statistics import RunningStatistics
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.meeting import Meeting
+from thinwire.wire.wire import Group
 
 State = dict[str, Any]
 
@@ -28,10 +29,14 @@ class Replica:
     """One replica under a method: the default is a replica on its own.
 
     `replicated` says that all replicas hold the same weights after every step, so that a checkpoint
-    needs only one copy. BatchNorm's statistics are each replica's own (running_statistics.py).
+    needs only one copy; `counted`, that the account has the bytes it sends; `resumable`, that
+    a checkpoint can take it up again. BatchNorm's statistics are each replica's own
+    (running_statistics.py).
     """
 
     replicated = False
+    counted = True
+    resumable = True
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group = None
@@ -105,7 +110,7 @@ class SeparateReplica(Replica):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(module, optimizer, group)
-        self._meeting = Wire(group, name="consensus")
+        self._meeting = Meeting(group, name="consensus")
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

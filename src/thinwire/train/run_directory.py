@@ -43,7 +43,7 @@ def check(config: TrainConfig, run: Path) -> None:
     elif (run / CONFIG).exists():
         advice = "continue it with --resume" if checkpoint.latest(run) else "remove it"
         raise UsageError(f"{run} already holds a run: {advice}, or name another with --run")
-    _require_writable(run)
+    require_writable(run)
 
 
 def _require_steps_left(config: TrainConfig, done: int, run: Path) -> None:
@@ -54,7 +54,7 @@ def _require_steps_left(config: TrainConfig, done: int, run: Path) -> None:
         )
 
 
-def _require_writable(run: Path) -> None:
+def require_writable(run: Path) -> None:
     place = run.absolute()
     while not place.exists():
         place = place.parent

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.optim.travelling_buffers import TravellingBuffers
+from thinwire.wire.meeting import Meeting
 from thinwire.wire.wire import Group, Wire
 
 
@@ -27,7 +28,7 @@ class RunningStatistics:
 
     def _meet(self) -> tuple[Wire, TravellingBuffers]:
         if self._made is None:
-            wire = Wire(self._group, name="statistics")
+            wire = Meeting(self._group, name="statistics")
             self._made = wire, TravellingBuffers(self._named.values(), wire)
         return self._made
 

@@ -112,7 +112,9 @@ class StageTrainer(Trainer):
         loop = self.config.loop
         periods = [n for n in (loop.eval_every, loop.save_every, self.drain_every) if n > 0]
         ends = [(self.step // period + 1) * period for period in periods]
-        self._leg_start, self._leg_end = self.step, min([loop.steps, *ends])
+        # A comparison may read on beyond the steps it was made for.
+        last = [loop.steps] if self.step < loop.steps else []
+        self._leg_start, self._leg_end = self.step, min([*last, *ends])
         self._leg_position = self.batches.position
         return self.pipe.train(
             self._micro_batches(), self._leg_end - self.step, before=self._before_update
@@ -138,7 +140,7 @@ class StageTrainer(Trainer):
     def _update(self) -> float:
         return 0.0 if self._priming else self.replica.step(self.config.optimizer.clip)
 
-    def _earliest_stop(self) -> int:
+    def earliest_stop(self) -> int:
         if self._leg is not None:
             self._leg_end = self.step + self.pipe.end_early() - self.pipe.updates
             return self._leg_end
@@ -154,7 +156,7 @@ class StageTrainer(Trainer):
         done = self._leg_position + (self.step - self._leg_start) * samples
         return done * self.task.units_per_sample
 
-    def _own_loss(self) -> float:
+    def own_loss(self) -> float:
         if self.pipe.first:
             return self.loss
         # Of the others only the last one knows; that it is not finite anybody may say.
@@ -167,11 +169,16 @@ class StageTrainer(Trainer):
             if output is not None:
                 yield self.task.judge(self.whole, output, y)
 
-    def _accounts(self) -> list[Account]:
+    def accounts(self) -> list[Account]:
         return [self.replica.account, self.pipe.account]
 
     def _meta(self) -> dict[str, Any]:
         return super()._meta() | {"stages": self.members, "cut": list(self._cut)}
+
+
+def trainer_of(config: TrainConfig) -> type[Trainer]:
+    """The kind of worker that the flags describe."""
+    return Trainer if config.pipeline.stages == 1 else StageTrainer
 
 
 class LossLine:

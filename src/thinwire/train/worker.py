@@ -11,7 +11,7 @@ from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer, preflight
 from thinwire.train.metrics import MetricsWriter, tensorboard_listener
-from thinwire.train.stage_trainer import StageTrainer
+from thinwire.train.stage_trainer import trainer_of
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
@@ -30,8 +30,7 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
     leader = world.rank == 0
     holds = leader and run_directory.LAUNCHED not in os.environ
     lock = _together(control, lambda: run_directory.Lock(run) if holds else None)
-    kind = Trainer if config.pipeline.stages == 1 else StageTrainer
-    trainer = kind(config, world, control, task, run)
+    trainer = trainer_of(config)(config, world, control, task, run)
     trainer.prime()
     if config.loop.resume:
         _together(control, trainer.resume)

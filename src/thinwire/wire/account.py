@@ -5,7 +5,10 @@ a flight's time in the air, which passed behind compute. Bytes are payload bytes
 handed to its network for other ranks, by the algorithm the collective really runs.
 """
 
+import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 
@@ -18,9 +21,26 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+@dataclass(frozen=True)
+class Landing:
+    """One flight's course, on time.perf_counter's clock."""
+
+    launched: float
+    arrived: float
+    asked: float
+    """When somebody began to wait for it."""
+    landed: float
+
+
 @dataclass
 class Account:
-    """Totals since the wire was made. Each field is read by the metrics under its own name."""
+    """Totals since the wire was made. Each field is read by the metrics under its own name.
+
+    [Note: pauses] Where methods take turns on one machine (thinwire compare), a method's clock
+    stands between two of its turns, but what it has in the air flies on. A flight that arrives d
+    seconds into a pause is not to be had before d seconds after it: so the method pays what it
+    would have paid without the pause.
+    """
 
     bytes: int = 0
     """Payload bytes this rank sent to others."""
@@ -38,6 +58,9 @@ class Account:
     """Optimizer steps counted by `tick`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     # lanes and gloo's threads write here as well as the training loop
+    _paused: float = field(default=0.0, repr=False, compare=False)  # clock at the latest pause
+    _resumed: float = field(default=0.0, repr=False, compare=False)  # and at its end
+    _listener: Callable[[Landing], None] | None = field(default=None, repr=False, compare=False)
 
     def tick(self) -> None:
         """Counts one optimizer step: the unit in which a flight's lag is told."""
@@ -53,11 +76,35 @@ class Account:
         with self._lock:
             self.bytes += count
 
-    def landed(self, *, flown: float, waited: float, lag: int) -> None:
+    def landed(
+        self, *, flown: float, waited: float, lag: int, launched: float | None = None
+    ) -> None:
         with self._lock:
             self.exposed += waited
             self.hidden += max(0.0, flown - waited)
             self.lag = max(self.lag, lag)
+        if self._listener is not None and launched is not None:
+            now = time.perf_counter()
+            self._listener(Landing(launched, launched + flown, now - waited, now))
+
+    def pause(self) -> None:
+        """Stops the method's clock, see [Note: pauses]."""
+        self._paused, self._resumed = time.perf_counter(), math.inf
+
+    def resume(self) -> None:
+        """Lets it run again; all that was in the air must have arrived by now."""
+        self._resumed = time.perf_counter()
+
+    def ready_at(self, arrived: float) -> float:
+        """When a flight that has arrived at this moment is to be had; at once while the pause
+        lasts, in which nobody asks but a checkpoint."""
+        if self._paused <= arrived < self._resumed < math.inf:
+            return self._resumed + (arrived - self._paused)
+        return arrived
+
+    def listen(self, listener: Callable[[Landing], None] | None) -> None:
+        """Hands the course of every flight to `listener` when it lands, on the landing thread."""
+        self._listener = listener
 
     def snapshot(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in _TOTALS}

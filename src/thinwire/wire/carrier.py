@@ -251,11 +251,21 @@ class Carrier:
 
     def close(self) -> None:
         """Ends the lanes and leaves the group; all flights must have landed."""
+        _carriers.discard(self)
         for lane in self._lanes():
             lane.close()
         self._heart.forget(self._key)
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+    def settle(self) -> None:
+        """Waits until all that this rank sends has left, and what it is sent by all has landed.
+
+        A message that a peer has yet to send is not waited for.
+        """
+        lanes = [self._issuer, *(v for k, v in self._landers.items() if not k.startswith("from"))]
+        for lane in lanes:
+            lane.submit(lambda: None).result()
 
     def drain(self, patience: float) -> None:
         """At exit: what is in the air may be a peer's result, and is given some time to land."""
@@ -308,6 +318,12 @@ class _Streaming:
 
 
 _carriers: "weakref.WeakSet[Carrier]" = weakref.WeakSet()
+
+
+def settle() -> None:
+    """Waits until nothing that this process has sent is still in its own hands, on any wire."""
+    for carrier in list(_carriers):
+        carrier.settle()
 
 
 def _keep(group: ProcessGroup | None) -> None:

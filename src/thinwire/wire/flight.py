@@ -34,12 +34,14 @@ class Flight:
             start = time.perf_counter()
             # A flight that never left (a world of one, an empty payload) was not in the air.
             arrived = self.launched_at if self._arrival is None else self._arrival.result()
+            self._outlast_pause(arrived)
             self._settled = True
             self.seconds = max(0.0, arrived - self.launched_at)
             self._account.landed(
                 flown=self.seconds,
                 waited=0.0 if self._arrival is None else time.perf_counter() - start,
                 lag=self.lag,
+                launched=None if self._arrival is None else self.launched_at,
             )
             self._arrival = None
             if self._release is not None:
@@ -51,7 +53,11 @@ class Flight:
     def arrived(self) -> bool:
         """Whether `wait()` would return at once. Ranks may see different answers: never let it
         decide what is sent next."""
-        return self._settled or self._arrival is None or self._arrival.done()
+        if self._settled or self._arrival is None:
+            return True
+        if not self._arrival.done() or self._arrival.exception() is not None:
+            return self._arrival.done()
+        return time.perf_counter() >= self._account.ready_at(self._arrival.result())
 
     def when_arrived(self, then: Callable[[BaseException | None], None]) -> None:
         """Calls `then`, with the error if there was one, when `wait()` would return at once: at the
@@ -79,6 +85,12 @@ class Flight:
         if self._finite is None:
             self._finite = all_finite(self._buffer)
         return self._finite
+
+    def _outlast_pause(self, arrived: float) -> None:
+        """See account.py's [Note: pauses]; without one there is nothing to wait for."""
+        owed = self._account.ready_at(arrived) - time.perf_counter()
+        if owed > 0:
+            time.sleep(owed)
 
     def _lands_with(self, arrival: "Future[float]") -> None:
         # The lander has synchronised its stream before it sets the future: once it is done the
