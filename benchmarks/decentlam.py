@@ -228,7 +228,8 @@ def build(method: str, parameters: list[torch.nn.Parameter]) -> tw.WireOptimizer
         return tw.DSGD(parameters, LR / (1 - BETA), clip=CLIP)
     if codec:
         settings["codec"] = tw.codecs.parse(codec)
-    return getattr(tw, kind)(parameters, LR, clip=CLIP, **settings)
+    decentralized = {"DecentLaM": tw.DecentLaM, "DmSGD": tw.DmSGD}[kind]
+    return decentralized(parameters, LR, clip=CLIP, **settings)
 
 
 def train(method: str, steps: int, seed: int) -> dict[str, Any]:

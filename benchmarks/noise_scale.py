@@ -39,6 +39,8 @@ BATCH, CONTEXT, LR = 4, 64, 2e-3
 class Known(nn.Module):
     """At distance d from the centre of the samples: noise scale VALUES SPREAD² / d²."""
 
+    centre: Tensor
+
     def __init__(self, true: float) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(VALUES))
