@@ -228,8 +228,9 @@ def build(method: str, parameters: list[torch.nn.Parameter]) -> tw.WireOptimizer
         return tw.DSGD(parameters, LR / (1 - BETA), clip=CLIP)
     if codec:
         settings["codec"] = tw.codecs.parse(codec)
-    decentralized = {"DecentLaM": tw.DecentLaM, "DmSGD": tw.DmSGD}[kind]
-    return decentralized(parameters, LR, clip=CLIP, **settings)
+    if kind == "DmSGD":
+        return tw.DmSGD(parameters, LR, clip=CLIP, **settings)
+    return tw.DecentLaM(parameters, LR, clip=CLIP, **settings)
 
 
 def train(method: str, steps: int, seed: int) -> dict[str, Any]:
