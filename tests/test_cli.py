@@ -252,7 +252,7 @@ def test_what_one_worker_refuses_all_refuse(
 
 
 def test_words_that_mean_nothing(thinwire: Start) -> None:
-    assert_refused(thinwire("trian"), "there is no command 'trian': takes train, lab")
+    assert_refused(thinwire("trian"), "there is no command 'trian': takes train, compare, report")
     assert_refused(thinwire("lab", "--rate", "1mbit"), "no command to run")
     assert_refused(thinwire("methods", "ddp"), "takes no arguments")
     program = thinwire("train", "--stpes", 3)
