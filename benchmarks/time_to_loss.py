@@ -9,7 +9,7 @@ constant learning rate after the warm-up, so that the loss at a moment does not 
 of the run. The target is the validation loss of ddp at its end, with the batch that overlapped has;
 ddp is also run with larger batches, which spend less of their time on the network, and the soonest
 of them counts. The time is that spent training (evaluation left out), interpolated between
-evaluations. Overlapped has rounds of 4 steps, bfloat16 and no outer momentum, which costs quality
+evaluations. Overlapped has rounds of 2 steps, int8 and no outer momentum, which costs quality
 when rounds are this short. Prints a table and, as its last line, one JSON object:
 {"ratio", "ratio_at_equal_batch", "seeds": [{"target", "overlapped", "ddp": {batch: seconds}}]}.
 """
@@ -29,7 +29,7 @@ COMMON = ["--lab", "--workers", "4", "--rate", "100mbit", "--delay", "1ms"]
 COMMON += ["--lr", "1e-3", "--final-lr", "1.0"]
 FULL = ["--model", "gpt-3m", "--eval-every", "10", "--eval-windows", "128"]
 QUICK = ["--model", "gpt-0.3m", "--eval-every", "5", "--eval-windows", "64"]
-OVERLAPPED = ["--every", "4", "--codec", "bf16", "--outer-momentum", "0"]
+OVERLAPPED = ["--every", "2", "--codec", "int8", "--outer-momentum", "0"]
 BATCH = 2
 DDP_STEPS = {BATCH: 100, 4: 80, 8: 60}
 QUICK_DDP_STEPS = {BATCH: 40, 8: 30}
