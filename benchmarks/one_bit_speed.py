@@ -24,15 +24,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Build, Contender, in_lab, method, race  # isort: skip
+from side_by_side import Build, Contender, compete, in_lab, method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.corpus import load_corpus
-from thinwire.train.data import DataConfig
 from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
-from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", "1ms"
 TARGET = 0.92
@@ -74,19 +71,8 @@ def contenders(quick: bool) -> list[Contender]:
 
 
 def worker(repetitions: int, quick: bool) -> None:
-    tw.init(timeout=120)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     given = contenders(quick)
-    figures = race(
-        given,
-        repetitions,
-        model=MODEL,
-        corpus=load_corpus(DataConfig()),
-        batch=BATCH,
-        context=CONTEXT,
-        world=current(),
-    )
+    figures = compete(given, repetitions, model=MODEL, batch=BATCH, context=CONTEXT)
     if os.environ["RANK"] == "0":
         print(json.dumps(figures), flush=True)
     tw.shutdown()

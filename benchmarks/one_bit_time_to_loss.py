@@ -28,17 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 import one_bit_learning as learning  # isort: skip
 from one_bit_learning import ACCUMULATE, CONTEXT, MICRO, REPLICAS, Run  # isort: skip
-from side_by_side import Build, Contender, in_lab, method, race  # isort: skip
+from side_by_side import Build, Contender, compete, in_lab, method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig
+from thinwire.train.corpus import Corpus
+from thinwire.train.data import Batches
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.one_bit_methods import LambSettings, build_lamb
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.train.replica import Replica
-from thinwire.wire.world import World, current
+from thinwire.wire.world import World
 
 RATE, DELAY = "100mbit", "1ms"
 WITHIN = 1.01  # of the dense method's last loss
@@ -100,16 +100,8 @@ def contenders(timed: int) -> list[Contender]:
 
 
 def worker(repetitions: int, timed: int) -> None:
-    tw.init(timeout=120)
-    torch.set_num_threads(1)
-    figures = race(
-        contenders(timed),
-        repetitions,
-        model="gpt-0.3m",
-        corpus=load_corpus(DataConfig(context=CONTEXT)),
-        batch=MICRO,
-        context=CONTEXT,
-        world=current(),
+    figures = compete(
+        contenders(timed), repetitions, model="gpt-0.3m", batch=MICRO, context=CONTEXT
     )
     if os.environ["RANK"] == "0":
         print(json.dumps(figures), flush=True)

@@ -22,16 +22,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contender, in_lab, method, race  # isort: skip
+from side_by_side import Contender, compete, in_lab, method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
 from thinwire.optim.auto_period import PROBE_STEPS
-from thinwire.train.corpus import load_corpus
-from thinwire.train.data import DataConfig
 from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
-from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, EVERY = "gpt-3m", 8, 128, 8
 
@@ -67,21 +64,10 @@ REPETITIONS = {"100mbit": 4, "10mbit": 8}  # rounds differ here, and with them h
 
 
 def worker(rate: str, repetitions: int) -> None:
-    tw.init(timeout=120)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     if os.environ["RANK"] == "0":
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     contenders = RATES[rate]()
-    figures = race(
-        contenders,
-        repetitions,
-        model=MODEL,
-        corpus=load_corpus(DataConfig()),
-        batch=BATCH,
-        context=CONTEXT,
-        world=current(),
-    )
+    figures = compete(contenders, repetitions, model=MODEL, batch=BATCH, context=CONTEXT)
     if os.environ["RANK"] == "0":
         print(json.dumps({"figures": figures, "memory": memory(contenders)}), flush=True)
     tw.shutdown()

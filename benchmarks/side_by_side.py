@@ -24,13 +24,13 @@ import torch
 
 from thinwire.lab import Lab, Link
 from thinwire.optim import LocalUpdates, SparseAverage
-from thinwire.train.corpus import Corpus
-from thinwire.train.data import Batches
+from thinwire.train.corpus import Corpus, load_corpus
+from thinwire.train.data import Batches, DataConfig
 from thinwire.train.methods import find_method
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.train.replica import Replica
-from thinwire.wire import Flight, World
+from thinwire.wire import Flight, World, init
 from thinwire.wire.wire import Wire
 
 Build = Callable[[GPT, torch.optim.Optimizer], Replica]
@@ -117,6 +117,18 @@ def _in_air(optimizer: torch.optim.Optimizer) -> list[Flight]:
     if isinstance(optimizer, LocalUpdates):
         return [f.flight for f in optimizer.fragments if f.flight is not None]
     return optimizer.flights if isinstance(optimizer, SparseAverage) else []
+
+
+def compete(
+    contenders: list[Contender], repetitions: int, *, model: str, batch: int, context: int
+) -> dict[str, dict[str, float]]:
+    """The race as a worker of the lab runs it, from joining the others on."""
+    world = init(timeout=120)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    corpus = load_corpus(DataConfig(context=context))
+    shape = {"batch": batch, "context": context}
+    return race(contenders, repetitions, model=model, corpus=corpus, world=world, **shape)
 
 
 def race(

@@ -16,16 +16,11 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contender, in_lab, method, race  # isort: skip
+from side_by_side import Contender, compete, in_lab, method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.corpus import load_corpus
-from thinwire.train.data import DataConfig
-from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", 10
 
@@ -45,19 +40,8 @@ def contenders(timed: int) -> list[Contender]:
 
 
 def worker(repetitions: int, timed: int) -> None:
-    tw.init(timeout=120)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     entered = contenders(timed)
-    figures = race(
-        entered,
-        repetitions,
-        model=MODEL,
-        corpus=load_corpus(DataConfig()),
-        batch=BATCH,
-        context=CONTEXT,
-        world=current(),
-    )
+    figures = compete(entered, repetitions, model=MODEL, batch=BATCH, context=CONTEXT)
     for contender in entered:
         account = contender.replica.account
         sent = account.bytes / max(1, account.steps)

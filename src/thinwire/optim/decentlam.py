@@ -27,18 +27,25 @@ included. It would take a common v: another exchange of the same size.
 Stability: wire/topology.py, [Note: ellipse]. Paper: DecentLaM, arXiv 2104.11981.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.checks import require_share
-from thinwire.optim.decentralized import DecentralizedOptimizer, NeighbourBucket
+from thinwire.optim.decentralized import (
+    DecentralizedOptimizer,
+    NeighbourBucket,
+    NeighbourSettings,
+)
 from thinwire.optim.flat import local_part
-from thinwire.wire.codecs import Codec
+from thinwire.optim.stage_settings import spelled_out
 from thinwire.wire.topology import Topology
-from thinwire.wire.wire import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DecentLaM(DecentralizedOptimizer):
@@ -69,31 +76,18 @@ class DecentLaM(DecentralizedOptimizer):
         group: a ProcessGroup or one dimension of a DeviceMesh; all ranks by default.
     """
 
+    @spelled_out(DecentralizedOptimizer, NeighbourSettings)
     def __init__(
         self,
         params: ParamsT,
         lr: float,
         momentum: float = 0.9,
         *,
-        topology: str | Topology = "ring",
         weight_decay: float = 0.0,
-        codec: Codec | None = None,
-        clip: float | None = None,
-        bucket_mb: float | None = None,
-        overlap: bool = True,
-        buffers: Iterable[Tensor] = (),
-        group: Group = None,
+        **settings: Unpack[NeighbourSettings],
     ) -> None:
         super().__init__(
-            params,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            topology=topology,
-            codec=codec,
-            clip=clip,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            buffers=buffers,
-            group=group,
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **settings
         )
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:

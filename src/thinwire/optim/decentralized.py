@@ -30,7 +30,7 @@ lr that changes between the backward pass and step() is refused once a bucket ha
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -77,6 +77,18 @@ class NeighbourBucket(Bucket):
         }
 
 
+class NeighbourSettings(TypedDict, total=False):
+    """What the decentralized methods have in common. See `DecentLaM`, which explains them."""
+
+    topology: str | Topology
+    codec: Codec | None
+    clip: float | None
+    bucket_mb: float | None
+    overlap: bool
+    buffers: Iterable[Tensor]
+    group: Group
+
+
 class DecentralizedOptimizer(Departures[NeighbourBucket]):
     """See `DecentLaM` for the settings."""
 
@@ -85,13 +97,13 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        topology: str | Topology,
-        codec: Codec | None,
-        clip: float | None,
-        bucket_mb: float | None,
-        overlap: bool,
-        buffers: Iterable[Tensor],
-        group: Group,
+        topology: str | Topology = "ring",
+        codec: Codec | None = None,
+        clip: float | None = None,
+        bucket_mb: float | None = None,
+        overlap: bool = True,
+        buffers: Iterable[Tensor] = (),
+        group: Group = None,
     ) -> None:
         name = type(self).__name__
         self.topology = find_topology(name, topology, group_size(group))

@@ -7,49 +7,40 @@ With data that differ between replicas DSGD rests at a distance of order lr from
 DmSGD where DSGD with lr / (1-b) does: use DecentLaM, which has the momentum without the distance.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.checks import require_share
-from thinwire.optim.decentralized import DecentralizedOptimizer, NeighbourBucket
+from thinwire.optim.decentralized import (
+    DecentralizedOptimizer,
+    NeighbourBucket,
+    NeighbourSettings,
+)
 from thinwire.optim.flat import local_part
-from thinwire.wire.codecs import Codec
+from thinwire.optim.stage_settings import spelled_out
 from thinwire.wire.topology import Topology
-from thinwire.wire.wire import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DSGD(DecentralizedOptimizer):
     """Decentralized SGD without momentum. Settings as in `DecentLaM`."""
 
+    @spelled_out(DecentralizedOptimizer, NeighbourSettings)
     def __init__(
         self,
         params: ParamsT,
         lr: float,
         *,
-        topology: str | Topology = "ring",
         weight_decay: float = 0.0,
-        codec: Codec | None = None,
-        clip: float | None = None,
-        bucket_mb: float | None = None,
-        overlap: bool = True,
-        buffers: Iterable[Tensor] = (),
-        group: Group = None,
-        **more: Any,
+        **settings: Unpack[NeighbourSettings],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "weight_decay": weight_decay} | more,
-            topology=topology,
-            codec=codec,
-            clip=clip,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            buffers=buffers,
-            group=group,
-        )
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, **settings)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
@@ -66,8 +57,18 @@ class DSGD(DecentralizedOptimizer):
 class DmSGD(DSGD):
     """Decentralized SGD with ordinary momentum. Settings as in `DecentLaM`."""
 
-    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.9, **settings: Any) -> None:
-        super().__init__(params, lr, momentum=momentum, **settings)
+    @spelled_out(DecentralizedOptimizer, NeighbourSettings)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+        **settings: Unpack[NeighbourSettings],
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        DecentralizedOptimizer.__init__(self, params, defaults, **settings)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)

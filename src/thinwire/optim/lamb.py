@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.base import Closure
 from thinwire.optim.checks import (
     require_betas,
     require_bounds,
-    require_dense_gradient,
     require_nonnegative,
 )
+from thinwire.optim.tensorwise import TensorwiseOptimizer
 
 Bounds = tuple[float, float]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(TensorwiseOptimizer):
     """LAMB for large batches.
 
     Args:
@@ -60,19 +59,6 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             check_lamb_group("Lamb", group)
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    require_dense_gradient("Lamb", parameter)
-                    self._update(parameter, group)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch rounds the moments to the weights' type when it loads; here they stay as saved."""

@@ -16,17 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.base import Closure
 from thinwire.optim.checks import (
-    require_dense_gradient,
     require_nonnegative,
     require_positive,
     require_share,
 )
 from thinwire.optim.flat import local_part
+from thinwire.optim.tensorwise import TensorwiseOptimizer
 
 
-class Lars(torch.optim.Optimizer):
+class Lars(TensorwiseOptimizer):
     """LARS for large batches.
 
     Args:
@@ -54,19 +53,6 @@ class Lars(torch.optim.Optimizer):
             require_nonnegative("Lars", group, "lr", "weight_decay")
             require_share("Lars", "momentum", group["momentum"])
             require_positive("Lars", "trust", group["trust"])
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    require_dense_gradient("Lars", parameter)
-                    self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, decay = self.state[parameter], group["weight_decay"]
