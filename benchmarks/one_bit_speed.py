@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Build, Contender, compete, in_lab, method  # isort: skip
+from side_by_side import Build, Contender, compete, in_lab, method, show  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
@@ -55,7 +55,7 @@ def contenders(quick: bool) -> list[Contender]:
     adam, lamb = method("one-bit-adam", freeze_at=FROZEN), method("one-bit-lamb", freeze_at=FROZEN)
     zero_one = method("zero-one-adam", freeze_at=FROZEN, longest=1)
     chosen = [
-        Contender("none", method("none"), 2, timed),
+        Contender("none", method("none"), 1, timed),
         frozen("one-bit-adam, clip 0", adam, 0.0),
         frozen("one-bit-lamb, clip 0", lamb, 0.0),
         frozen("one-bit-adam, clip 1", adam, 1.0),
@@ -87,7 +87,8 @@ def main() -> None:
     for workers in [given.workers or 2] if given.quick or given.workers else [2, 4]:
         figures = measure(workers, given.quick)
         efficiency[str(workers)] = figures
-        show(workers, figures)
+        print(f"\n{workers} workers, {MODEL}, {RATE}, {DELAY}")
+        show(figures)
     print(json.dumps({"efficiency": efficiency, "target": met(efficiency)}))
 
 
@@ -105,16 +106,6 @@ def met(efficiency: dict[str, dict[str, dict[str, float]]]) -> dict[str, bool]:
         for name, f in efficiency.get("2", {}).items()
         if name.startswith(("one-bit", "zero-one"))
     }
-
-
-def show(workers: int, figures: dict[str, dict[str, float]]) -> None:
-    print(f"\n{workers} workers, {MODEL}, {RATE}, {DELAY}")
-    print(f"  {'method':28}{'ms/step':>10}{'efficiency':>12}{'exposed ms/step':>18}")
-    for name, f in figures.items():
-        print(
-            f"  {name:28}{f['ms_per_step']:10.1f}{f['efficiency']:12.3f}"
-            f"{f['exposed_ms_per_step']:18.1f}"
-        )
 
 
 if __name__ == "__main__":

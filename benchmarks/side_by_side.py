@@ -1,17 +1,21 @@
 """Methods timed side by side in one run, which is the only way to compare them on a noisy machine.
 
-Every rank holds all contenders at once, each with its own copy of the model. A repetition gives
-each contender its turn: some steps that are not timed, to reach the steady state (with a flight in
-the air, where the method has any), then the timed ones, then a pause until its traffic has ended.
+Every rank holds all contenders at once, each with its own copy of the model. In a repetition each
+contender has its turn between two turns of `none`, the same loop with no communication: some steps
+that are not timed, to reach the steady state (with a flight in the air, where the method has any),
+then the timed ones, then a pause until its traffic has ended.
 
-Neighbours on the machine slow single steps at random; what a method costs comes back at the same
-place of every round. So a round's time is the sum, over its places, of the median step at that
-place, over all rounds and repetitions; the slowest rank counts. A contender's efficiency is its
-tokens/s over those of `none`, measured in the same way in the same run.
+The machine drifts by tens of percent in minutes: a step counts in units of the median step of
+`none` before and after its turn. Neighbours on the machine slow single steps at random, while what
+a method costs comes back at the same place of every round: a round is the sum, over its places, of
+the median step at that place, over all rounds and repetitions. A contender's efficiency is its
+tokens/s, of all ranks together, over those of `none`. Its error is the standard deviation of what
+comes out when repetitions are drawn again at random (the bootstrap).
 """
 
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -141,31 +145,66 @@ def race(
     context: int,
     world: World,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds per step and efficiency against the contender named `none`, for each."""
+    """What each contender keeps of the speed of the first one, which is `none`."""
     control = Wire(name="race")
     for contender in contenders:
         contender.prepare(model, corpus, batch, context, world)
+    none, *others = contenders
+    assert none.name == "none"
     for _ in range(repetitions):
-        for contender in contenders:
+        for contender in others:
+            none.turn(control)
             contender.turn(control)
-    rounds = {c.name: control.agree(_step_seconds(c))[0] for c in contenders}
+        none.turn(control)
+    pace = statistics.median(itertools.chain(*none.seconds))
+    pace = control.agree([pace], "sum")[0] / world.size
+    answer = {"none": _row(1.0, 0.0, pace, _exposed(none, control))}
+    for place, contender in enumerate(others):
+        before = [r * (len(others) + 1) + place for r in range(repetitions)]
+        units = [statistics.median(none.seconds[i] + none.seconds[i + 1]) for i in before]
+        turns = [
+            [s / unit for s in turn] for unit, turn in zip(units, contender.seconds, strict=True)
+        ]
+        efficiency, error = _efficiency(turns, contender.period)
+        total = control.agree([efficiency, error], "sum")
+        efficiency, error = (value / world.size for value in total)
+        answer[contender.name] = _row(
+            efficiency, error, pace / efficiency, _exposed(contender, control)
+        )
+    return answer
+
+
+def _row(efficiency: float, error: float, seconds: float, exposed: float) -> dict[str, float]:
     return {
-        c.name: {
-            "ms_per_step": round(1000 * rounds[c.name], 1),
-            "efficiency": round(rounds["none"] / rounds[c.name], 4),
-            "exposed_ms_per_step": round(_exposed(c, control), 1),
-        }
-        for c in contenders
+        "ms_per_step": round(1000 * seconds, 1),
+        "efficiency": round(efficiency, 4),
+        "error": round(error, 4),
+        "exposed_ms_per_step": round(exposed, 1),
     }
 
 
-def _step_seconds(contender: Contender) -> list[float]:
-    """Seconds per step by the medians of the places in a round; one figure, for `agree`."""
-    places: list[list[float]] = [[] for _ in range(contender.period)]
-    for turn in contender.seconds:
+def show(figures: dict[str, dict[str, float]]) -> None:
+    """A table of what `race` found."""
+    print(f"  {'method':28}{'ms/step':>10}{'efficiency':>18}{'exposed ms/step':>18}")
+    for name, f in figures.items():
+        share = f"{f['efficiency']:.3f} ±{f['error']:.3f}"
+        print(f"  {name:28}{f['ms_per_step']:10.1f}{share:>18}{f['exposed_ms_per_step']:18.1f}")
+
+
+def _efficiency(turns: list[list[float]], period: int) -> tuple[float, float]:
+    """From the timed steps of every repetition, in units of `none`: the value and its error."""
+    draw = random.Random(0)
+    again = [_steps_of_none(draw.choices(turns, k=len(turns)), period) for _ in range(200)]
+    return 1 / _steps_of_none(turns, period), statistics.pstdev(1 / steps for steps in again)
+
+
+def _steps_of_none(turns: list[list[float]], period: int) -> float:
+    """How many steps of `none` a step takes, by the medians of the places in a round."""
+    places: list[list[float]] = [[] for _ in range(period)]
+    for turn in turns:
         for index, taken in enumerate(turn):
-            places[index % contender.period].append(taken)
-    return [statistics.fmean(statistics.median(place) for place in places)]
+            places[index % period].append(taken)
+    return statistics.fmean(statistics.median(place) for place in places)
 
 
 def _exposed(contender: Contender, control: Wire) -> float:

@@ -1,13 +1,18 @@
-"""Carrier: the lanes of one process group - issuing, landing, waiting, and noticing lost peers.
+"""Carrier: the lanes of one process group - issuing, turning, landing - and noticing lost peers.
 
 [Note: order] Every transfer of a wire is issued from the wire's one issuing lane, in the order of
 the calls. As long as all ranks make the same calls in the same order - by step counts, never by
-looking at what has arrived - their collectives match. A multi-phase transfer may block the issuing
-lane between its phases; the calls behind it wait their turn there, not in the caller.
+looking at what has arrived - their collectives match.
 
-[Note: landing] A second lane waits for what was issued, finishes it (divides, decodes) and notes
-the time, so that this work too passes behind compute. Point-to-point transfers land in a lane for
-each peer and direction: a message that is late must not hold up the news of another.
+[Note: turning] What follows a first phase is started from a second lane, in the same order and, in
+host memory, under a tag of its own: then first phases of later transfers are on their way meanwhile
+and a row of transfers pays the delay of the network twice, not twice for each. A device's
+collectives have one order and no tags: there the issuing lane waits between the phases, and the
+calls behind it wait their turn there, not in the caller.
+
+[Note: landing] Another lane waits for the last phase, finishes it (divides, decodes) and notes the
+time, so that this work too passes behind compute. Point-to-point transfers land in a lane for each
+peer and direction: a message that is late must not hold up the news of another.
 
 [Note: streams] With CUDA the lanes work on a side stream of the wire. It starts after the caller's
 stream has produced the payload (an event recorded at the call) and the lander synchronises it
@@ -24,9 +29,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +47,8 @@ from thinwire.wire.flight import Flight
 from thinwire.wire.groups import new_group
 from thinwire.wire.heartbeat import Heartbeat
 from thinwire.wire.lane import Lane
-from thinwire.wire.transfers import Issue, Land
+from thinwire.wire.phase import Phase
+from thinwire.wire.transfers import Issue
 from thinwire.wire.world import World
 
 Late = Callable[[], dict[int, str]]  # who has not done its part, found out when time is up
@@ -66,28 +72,38 @@ class Carrier:
         self.group: ProcessGroup = new_group(ranks)
         self._key = f"{name}:{self.group.group_name[:8]}"
         self._issuer = Lane(f"{name}-issue")
+        self._turner = Lane(f"{name}-turn")
         self._landers: dict[str, Lane] = {}
         self._stream: torch.cuda.Stream | None = None
         self._rate = _ASSUMED_RATE
         self._timed = False
-        self._issuing = 0  # number of the transfer that the issuing lane is busy with
         self._broken: Exception | None = None
         self._breaking = threading.Lock()
         _carriers.add(self)
 
     def launch(
-        self, flat: Tensor, issue: Issue, *, peer: int | None = None, lane: str = "collective"
+        self,
+        flat: Tensor,
+        issue: Issue,
+        *,
+        peer: int | None = None,
+        lane: str = "collective",
+        turns: bool = False,
     ) -> Flight:
-        """`peer` is the other end of a message; without one all ranks of the group take part."""
+        """`peer` is the other end of a message; without one all ranks of the group take part.
+        `turns`: it may have several phases."""
         flight = Flight(flat, self.account)
         self.account.launched()
         ready = self._payload_ready(flat)
         key = lane if peer is None else f"{lane} {peer}"
         number = self._number() if peer is None else 0
         late = (lambda: self._late(number)) if peer is None else (lambda: self._late_peer(peer))
-        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, number))
+        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, late))
+        turned = issued
+        if turns:
+            turned = self._turner.submit(lambda: self._turn(flat, *issued.result(), late))
         flight._lands_with(
-            self._lander(key).submit(lambda: self._land(flat, issued, flight.launched_at, late))
+            self._lander(key).submit(lambda: self._land(flat, turned, flight.launched_at, late))
         )
         return flight
 
@@ -97,51 +113,67 @@ class Carrier:
         return self._landers[key]
 
     def _lanes(self) -> list[Lane]:
-        return [self._issuer, *self._landers.values()]
+        return [self._issuer, self._turner, *self._landers.values()]
 
     def _issue(
-        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue, number: int
-    ) -> tuple[Started, Land, Tensor]:
+        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue, late: Late
+    ) -> tuple[Phase, Tensor]:
         self._require_whole()
-        self._issuing = number
         carrier = collectives.transport_device(flat, self.group, self.world.device)
+        with self._in_step(), self._on_stream(flat, carrier, ready):
+            buffer = flat.to(carrier)
+            phase = issue(buffer)
+            self.account.sent(phase.started[1])
+            if buffer.is_cuda:  # see [Note: turning]
+                phase = self._last(phase, late)
+        return phase, buffer
+
+    def _turn(self, flat: Tensor, phase: Phase, buffer: Tensor, late: Late) -> tuple[Phase, Tensor]:
+        if phase.turn is None:
+            return phase, buffer
+        self._require_whole()
+        with self._in_step(), self._on_stream(flat, buffer.device, None):
+            return self._last(phase, late), buffer
+
+    def _last(self, phase: Phase, late: Late) -> Phase:
+        """Waits for one phase after the other, up to the launch of the last one."""
+        while phase.turn is not None:
+            self._finish(phase.started, phase.started[1], late)
+            phase = phase.turn()
+            self.account.sent(phase.started[1])
+        return phase
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Around what the other ranks do as well: an error here puts the wire out of step."""
         try:
-            with self._on_stream(flat, carrier, ready):
-                buffer = flat.to(carrier)
-                started, land = issue(buffer)
+            yield
         except TransferError as error:
             raise self._failure(str(error)) from error
         except Exception as error:
             # The other ranks go on without this transfer: nothing after it would match.
-            self._break(error)
+            if self._broken is None:
+                self._break(error)
             raise
-        self.account.sent(started[1])
-        return started, land, buffer
 
     def _land(
         self,
         flat: Tensor,
-        issued: "Future[tuple[Started, Land, Tensor]]",
+        turned: "Future[tuple[Phase, Tensor]]",
         launched_at: float,
         late: Late,
     ) -> float:
-        started, land, buffer = issued.result()
+        phase, buffer = turned.result()
         with self._on_stream(flat, buffer.device, None) as stream:
-            self._finish(started, flat.nbytes, late)
-            land()
+            self._finish(phase.started, flat.nbytes, late)
+            phase.land()
             if buffer is not flat and buffer.data_ptr() != flat.data_ptr():
                 flat.copy_(buffer)
             if stream is not None:
                 torch.cuda.current_stream().synchronize()
         arrived = time.perf_counter()
-        self._time(started[1], arrived - launched_at)
+        self._time(phase.started[1], arrived - launched_at)
         return arrived
-
-    def finish_phase(self, started: Started) -> None:
-        """An inner phase: counted here, since the flight's launch counts the last one only."""
-        number = self._issuing
-        self._finish(started, started[1], lambda: self._late(number))
-        self.account.sent(started[1])
 
     def _finish(self, started: Started, nbytes: int, late: Late) -> None:
         """Waits for the parts, looking after the peers once that takes long."""
@@ -254,6 +286,8 @@ class Carrier:
         _carriers.discard(self)
         for lane in self._lanes():
             lane.close()
+        for lane in self._lanes():  # their last jobs hold the group: it must not end in a thread
+            lane.join(0.0 if self._broken else _EXIT_PATIENCE)
         self._heart.forget(self._key)
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -263,7 +297,8 @@ class Carrier:
 
         A message that a peer has yet to send is not waited for.
         """
-        lanes = [self._issuer, *(v for k, v in self._landers.items() if not k.startswith("from"))]
+        landers = (v for k, v in self._landers.items() if not k.startswith("from"))
+        lanes = [self._issuer, self._turner, *landers]
         for lane in lanes:
             lane.submit(lambda: None).result()
 

@@ -37,7 +37,12 @@ class TransferError(RuntimeError):
 
 
 class Part(ABC):
-    """A part of a transfer, with a wait that can run out and be taken up again."""
+    """A part of a transfer, with a wait that can run out and be taken up again.
+
+    [Note: release] torch gives up the interpreter's lock to destroy a Work, and takes it back in a
+    place where a thread must not end: a process that leaves at that moment aborts. A part lets go
+    of its Work before it says that it has arrived, while somebody still waits for it.
+    """
 
     @abstractmethod
     def arrives(self, within: float) -> bool:
@@ -48,15 +53,18 @@ class HostPart(Part):
     """One collective of gloo's."""
 
     def __init__(self, work: Work) -> None:
-        self.work = work
+        self._work: Work | None = work
 
     def arrives(self, within: float) -> bool:
+        if self._work is None:
+            return True
         try:
-            self.work.wait(timedelta(seconds=within))
+            self._work.wait(timedelta(seconds=within))
         except RuntimeError:
-            if self.work.is_completed():  # it failed, rather than this wait
+            if self._work.is_completed():  # it failed, rather than this wait
                 raise
             return False
+        self._work = None
         return True
 
 
@@ -65,9 +73,10 @@ class Messages(Part):
     thread of its own, for all the messages of a transfer."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
         self._done: Future[None] = Future()
-        threading.Thread(target=self._wait, name="messages", daemon=True).start()
+        waiter = threading.Thread(target=self._wait, args=(list(works),), daemon=True)
+        waiter.name = "messages"
+        waiter.start()
 
     def arrives(self, within: float) -> bool:
         if not wait([self._done], timeout=within).done:
@@ -75,10 +84,10 @@ class Messages(Part):
         self._done.result()
         return True
 
-    def _wait(self) -> None:
+    def _wait(self, works: list[Work]) -> None:
         try:
-            for work in self._works:
-                work.wait(NEVER)
+            while works:
+                works.pop(0).wait(NEVER)  # see [Note: release]
         except BaseException as error:  # raised again by `arrives`
             self._done.set_exception(error)
         else:
@@ -111,11 +120,14 @@ def _collective(work: Work | None, buffer: Tensor) -> Part:
 
 
 def _messages(
-    sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], group: ProcessGroup
+    sent: Sequence[tuple[Tensor, int]],
+    received: Sequence[tuple[Tensor, int]],
+    group: ProcessGroup,
+    tag: int = 0,
 ) -> list[Part]:
     """Buffers to and from ranks of the group, receives first: see the head of this file."""
     operations = [
-        dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group=group)
+        dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group=group, tag=tag)
         for operation, messages in ((dist.irecv, received), (dist.isend, sent))
         for buffer, peer in messages
     ]
@@ -179,8 +191,11 @@ def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> Started:
 
 
 @_starts
-def all_gather(received: Tensor, sent: Tensor, group: ProcessGroup) -> Started:
-    """`sent` of rank i becomes row i of `received` on every rank."""
+def all_gather(received: Tensor, sent: Tensor, group: ProcessGroup, *, tag: int = 0) -> Started:
+    """`sent` of rank i becomes row i of `received` on every rank.
+
+    Messages of one tag match in the order they are issued in, whatever is issued under another.
+    """
     nbytes = (group.size() - 1) * sent.nbytes
     if sent.is_cuda:
         work = _all_gather_single(received.view(-1), sent.view(-1), group=group, async_op=True)
@@ -189,7 +204,7 @@ def all_gather(received: Tensor, sent: Tensor, group: ProcessGroup) -> Started:
     rows[group.rank()].copy_(sent.view(-1))
     others = _others(group)
     there = [(sent.view(-1), peer) for peer in others]
-    return _messages(there, [(rows[peer], peer) for peer in others], group), nbytes
+    return _messages(there, [(rows[peer], peer) for peer in others], group, tag), nbytes
 
 
 @_starts

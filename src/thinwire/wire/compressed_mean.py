@@ -29,10 +29,9 @@ from torch.distributed import ProcessGroup
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.codecs.base import Split
-from thinwire.wire.collectives import Started
+from thinwire.wire.phase import Phase
 
-Settle = Callable[[Started], None]
-Issued = tuple[Started, Callable[[], None]]
+_SECOND = 1  # the tag of second phases: they need no place in the order of the first ones
 Owner = Callable[[Tensor], Tensor]
 """The average of one's own part -> what is shared out in its place; it may overwrite the first."""
 
@@ -41,17 +40,13 @@ def compressed_mean(
     flat: Tensor,
     codec: Codec | Feedback,
     group: ProcessGroup,
-    finish: Settle,
     owner: Owner | None = None,
-) -> Issued:
-    """Runs up to the launch of the last phase; `finish` blocks until a phase has arrived.
-
-    Returns the last phase and what decodes it into `flat` once it has arrived.
-    """
+) -> Phase:
+    """Launches the first phase; the result is in `flat` when the last one has been finished."""
     use = codec if isinstance(codec, Feedback) else _Plain(codec)
     if codec.gathers(group.size()) and owner is None:
         return gathered_mean(flat, use, group)
-    return two_phase_mean(flat, use, group, finish, owner)
+    return two_phase_mean(flat, use, group, owner)
 
 
 class _Plain:
@@ -75,39 +70,38 @@ def two_phase_mean(
     flat: Tensor,
     codec: Feedback | _Plain,
     group: ProcessGroup,
-    finish: Settle,
     owner: Owner | None,
-) -> Issued:
+) -> Phase:
     rank = group.rank()
     split = codec.split(flat.numel(), group.size())
 
     sent = codec.encode_worker(flat, split)  # (n, bytes)
     received = torch.empty_like(sent)
-    finish(collectives.all_to_all(received, sent, group))
 
-    own = own_slice(flat.numel(), split.part, rank)
-    mean = _add_up(codec, received, split, rank, _scratch.take(flat[own], "mean"))
-    if owner is not None:
-        mean = owner(mean)
-    encoded = codec.encode_owner(mean, split, rank)
-    started = collectives.all_gather(received, encoded, group)
+    def turn() -> Phase:
+        own = own_slice(flat.numel(), split.part, rank)
+        mean = _add_up(codec, received, split, rank, _scratch.take(flat[own], "mean"))
+        if owner is not None:
+            mean = owner(mean)
+        encoded = codec.encode_owner(mean, split, rank)
 
-    def land(_in_use: tuple[Tensor, ...] = (sent, encoded)) -> None:  # the network reads these
-        codec.decode(received, split, 0, flat)
+        def land(_in_use: tuple[Tensor, ...] = (sent, encoded)) -> None:  # the network reads these
+            codec.decode(received, split, 0, flat)
 
-    return started, land
+        return Phase(collectives.all_gather(received, encoded, group, tag=_SECOND), land=land)
+
+    return Phase(collectives.all_to_all(received, sent, group), turn=turn)
 
 
-def gathered_mean(flat: Tensor, codec: Feedback | _Plain, group: ProcessGroup) -> Issued:
+def gathered_mean(flat: Tensor, codec: Feedback | _Plain, group: ProcessGroup) -> Phase:
     split = codec.split(flat.numel(), 1)
     sent = codec.encode_worker(flat, split)  # (1, bytes)
     received = sent.new_empty(group.size(), sent.shape[1])
-    started = collectives.all_gather(received, sent, group)
 
     def land(_in_use: Tensor = sent) -> None:
         _add_up(codec, received, split, 0, flat)
 
-    return started, land
+    return Phase(collectives.all_gather(received, sent, group), land=land)
 
 
 def own_slice(numel: int, part: int, rank: int) -> slice:

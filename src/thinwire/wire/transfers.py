@@ -1,8 +1,8 @@
 """Transfers: what a wire does with a payload, step by step.
 
-Each function starts a transfer of `buffer`, which is where the group can carry it, and returns what
-it has started with what is left to do once that has arrived. The result ends up in `buffer`. They
-run in a carrier's issuing lane; `land` runs in a landing lane.
+Each function starts a transfer of `buffer`, which is where the group can carry it, and returns its
+first phase, which knows what is left to do once it has arrived. The result ends up in `buffer`.
+They run in a carrier's issuing lane, `turn` in its turning lane and `land` in a landing lane.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,14 @@ from torch.distributed import ProcessGroup
 
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Feedback
-from thinwire.wire.collectives import Started
-from thinwire.wire.compressed_mean import Owner, Settle, compressed_mean, decoded_mean, own_slice
+from thinwire.wire.compressed_mean import Owner, compressed_mean, decoded_mean, own_slice
 from thinwire.wire.flight import all_finite
+from thinwire.wire.phase import Phase
 
-Land = Callable[[], None]
-Issued = tuple[Started, Land]
-Issue = Callable[[Tensor], Issued]
+Issue = Callable[[Tensor], Phase]
 
 
-def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Issued:
+def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Phase:
     sums = buffer.to(dtype)  # itself, when it travels as it is
     started = collectives.all_reduce(sums, group, dist.ReduceOp.SUM)
 
@@ -32,30 +30,22 @@ def dense_mean(buffer: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Issue
         if sums is not buffer:
             buffer.copy_(sums)
 
-    return started, land
+    return Phase(started, land)
 
 
 def coded_mean(
-    buffer: Tensor,
-    codec: Codec | Feedback,
-    group: ProcessGroup,
-    finish: Settle,
-    owner: Owner | None = None,
-) -> Issued:
-    """`finish` blocks the issuing lane until a first phase has arrived."""
-    started, decode = compressed_mean(buffer, codec, group, finish, owner)
-
-    def land() -> None:
-        decode()
-        if isinstance(codec, Feedback):
-            codec.landed(all_finite(buffer))
-
-    return started, land
+    buffer: Tensor, codec: Codec | Feedback, group: ProcessGroup, owner: Owner | None = None
+) -> Phase:
+    phase = compressed_mean(buffer, codec, group, owner)
+    if not isinstance(codec, Feedback) or codec.tentative:
+        return phase
+    memory = codec
+    return phase.followed_by(lambda: memory.landed(all_finite(buffer)))
 
 
 def exchange(
     buffer: Tensor, pairs: list[tuple[int, float]], codec: Codec, group: ProcessGroup
-) -> Issued:
+) -> Phase:
     """`pairs` are (peer, weight) in rank order, which is the order of the sum."""
     part = codec.part(buffer.numel(), 1)
     sent = codec.encode(buffer, 1, part)
@@ -70,37 +60,38 @@ def exchange(
             total.add_(codec.decode(payload, part, values).sub_(buffer), alpha=weight)
         buffer.add_(total)
 
-    return started, land
+    return Phase(started, land)
 
 
-def send(buffer: Tensor, to: int, codec: Codec, group: ProcessGroup) -> Issued:
+def send(buffer: Tensor, to: int, codec: Codec, group: ProcessGroup) -> Phase:
     payload = codec.encode(buffer, 1, codec.part(buffer.numel(), 1))
-    return collectives.send(payload, to, group), lambda: _arrived(payload)
+    return Phase(collectives.send(payload, to, group), lambda: _arrived(payload))
 
 
-def recv(buffer: Tensor, source: int, codec: Codec, group: ProcessGroup) -> Issued:
+def recv(buffer: Tensor, source: int, codec: Codec, group: ProcessGroup) -> Phase:
     part = codec.part(buffer.numel(), 1)
     payload = torch.empty(1, codec.payload_bytes(part), dtype=torch.uint8, device=buffer.device)
     started = collectives.receive(payload, source, group)
-    return started, lambda: _arrived(codec.decode(payload, part, buffer))
+    return Phase(started, lambda: _arrived(codec.decode(payload, part, buffer)))
 
 
-def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Issued:
-    return collectives.all_reduce(buffer, group, op), lambda: None
+def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Phase:
+    return Phase(collectives.all_reduce(buffer, group, op))
 
 
-def all_to_all(rows: Tensor, group: ProcessGroup) -> Issued:
+def all_to_all(rows: Tensor, group: ProcessGroup) -> Phase:
     received = torch.empty_like(rows)
     sent = rows.clone()
-    return collectives.all_to_all(received, sent, group), lambda: _arrived(rows.copy_(received))
+    started = collectives.all_to_all(received, sent, group)
+    return Phase(started, lambda: _arrived(rows.copy_(received)))
 
 
-def gather_rows(rows: Tensor, own: Tensor, group: ProcessGroup) -> Issued:
+def gather_rows(rows: Tensor, own: Tensor, group: ProcessGroup) -> Phase:
     sent = own.to(rows.device)
-    return collectives.all_gather(rows, sent, group), lambda: _arrived(sent)
+    return Phase(collectives.all_gather(rows, sent, group), lambda: _arrived(sent))
 
 
-def scatter_mean(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Issued:
+def scatter_mean(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Phase:
     """The first phase of a mean alone; only the rank's own part of the buffer gets a result."""
     sent = codec.encode(buffer, group.size(), part)
     received = torch.empty_like(sent)
@@ -109,10 +100,10 @@ def scatter_mean(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -
     def land(_in_use: Tensor = sent) -> None:
         decoded_mean(codec, received, part, own)
 
-    return collectives.all_to_all(received, sent, group), land
+    return Phase(collectives.all_to_all(received, sent, group), land)
 
 
-def gather(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Issued:
+def gather(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Phase:
     """The second phase of a mean alone: everybody's own part."""
     own = buffer[own_slice(buffer.numel(), part, group.rank())]
     sent = codec.encode(own, 1, part)
@@ -121,7 +112,7 @@ def gather(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Issu
     def land(_in_use: Tensor = sent) -> None:
         codec.decode(received, part, buffer)
 
-    return collectives.all_gather(received, sent, group), land
+    return Phase(collectives.all_gather(received, sent, group), land)
 
 
 def _arrived(_payload: Tensor) -> None:

@@ -99,7 +99,7 @@ class Wire:
             # depend on what has arrived.
             codec.take_off(flat.numel(), self.size, self.rank)
         flight = carrier.launch(
-            flat, lambda b: transfers.coded_mean(b, codec, group, carrier.finish_phase, owner)
+            flat, lambda b: transfers.coded_mean(b, codec, group, owner), turns=True
         )
         if isinstance(codec, Feedback):
             flight._when_settled(codec.touch_down)

@@ -45,6 +45,10 @@ class Codec(ABC):
     def decode(self, payload: Tensor, part: int, out: Tensor) -> Tensor:
         """(rows, payload_bytes(part)) uint8 -> the first out.numel() values, into `out`."""
 
+    def lose(self, payload: Tensor, part: int, x: Tensor, scratch: Tensor) -> Tensor:
+        """x, which was encoded, less what its payload stands for: what was lost, in its place."""
+        return x.sub_(self.decode(payload, part, scratch))
+
     def alignment(self, numel: int, rows: int) -> int:
         """Parts are rounded up to a multiple of this many values."""
         return 1

@@ -127,7 +127,7 @@ class _Memory:
             self.error = self.error.to(x.device)
             torch.add(x, self.error, alpha=decay, out=z)
         payload = codec.encode(z, rows, part)
-        self._next = z.sub_(codec.decode(payload, part, x))
+        self._next = codec.lose(payload, part, z, x)
         return payload
 
     def settle(self, taken: bool) -> None:

@@ -48,16 +48,42 @@ class OneBit(Codec):
         return payload
 
     def decode(self, payload: Tensor, part: int, out: Tensor) -> Tensor:
-        # A row may begin anywhere in memory: its scale is copied out before it is read as a float.
-        scales = (
-            payload[:, :_SCALE_BYTES].clone(memory_format=_DENSE).view(torch.float32)
-        )  # (rows, 1)
-        signs = payload[:, _SCALE_BYTES:]
+        signs, scales = _signs(payload), _scales(payload)
         if out.device.type == "cpu":
-            _unpack_on_cpu(signs, scales, part, out)
+            into, tables = out.detach().numpy(), _tables(scales, out)
+            for start, stop, row, column in _tiles(out.numel(), part, tile=part):
+                _unpack_on_cpu(signs.numpy()[row, column:], tables[row], into[start:stop])
         else:
             _unpack(signs, scales, out)
         return out
+
+    def lose(self, payload: Tensor, part: int, x: Tensor, scratch: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return super().lose(payload, part, x, scratch)
+        signs, tables = _signs(payload).numpy(), _tables(_scales(payload), x)
+        values, decoded = x.detach().numpy(), scratch.detach().numpy()[:_TILE]  # stays in the cache
+        for start, stop, row, column in _tiles(values.size, part):
+            tile = decoded[: stop - start]
+            _unpack_on_cpu(signs[row, column:], tables[row], tile)
+            values[start:stop] -= tile
+        return x
+
+
+def _signs(payload: Tensor) -> Tensor:
+    return payload[:, _SCALE_BYTES:]
+
+
+def _scales(payload: Tensor) -> Tensor:
+    """(rows, 1). A row may begin anywhere in memory: its scale is copied out before it is read as a
+    float."""
+    return payload[:, :_SCALE_BYTES].clone(memory_format=_DENSE).view(torch.float32)
+
+
+def _tables(scales: Tensor, like: Tensor) -> np.ndarray:
+    """(rows, 256, 8): the values that a byte of a row stands for."""
+    dtype = like.detach().numpy().dtype
+    tables: np.ndarray = _SIGNS.astype(dtype) * scales.numpy()[:, :, None].astype(dtype)
+    return tables
 
 
 def _pack_on_cpu(x: Tensor, signs: Tensor, part: int) -> Tensor:
@@ -74,21 +100,14 @@ def _pack_on_cpu(x: Tensor, signs: Tensor, part: int) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32)
 
 
-def _unpack_on_cpu(signs: Tensor, scales: Tensor, part: int, out: Tensor) -> None:
-    packed, into = signs.numpy(), out.detach().numpy()
-    tables = _SIGNS.astype(into.dtype) * scales.numpy()[:, :, None].astype(into.dtype)
-    for start, stop, row, column in _tiles(into.size, part, tile=part):
-        whole = (stop - start) // 8
-        # mode: with the default numpy would check every index, and buffer the output for it
-        np.take(
-            tables[row],
-            packed[row, column : column + whole],
-            axis=0,
-            out=into[start : start + 8 * whole].reshape(whole, 8),
-            mode="clip",
-        )
-        if rest := stop - start - 8 * whole:
-            into[stop - rest : stop] = tables[row, packed[row, column + whole], :rest]
+def _unpack_on_cpu(packed: np.ndarray, table: np.ndarray, into: np.ndarray) -> None:
+    """As many signs as `into` has values."""
+    whole = into.size // 8
+    # mode: with the default numpy would check every index, and buffer the output for it
+    values = into[: 8 * whole].reshape(whole, 8)
+    np.take(table, packed[:whole], axis=0, out=values, mode="clip")
+    if rest := into.size - 8 * whole:
+        into[-rest:] = table[packed[whole], :rest]
 
 
 def _tiles(numel: int, part: int, tile: int = _TILE) -> list[tuple[int, int, int, int]]:
