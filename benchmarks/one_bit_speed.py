@@ -6,9 +6,11 @@
 
 Emulated hosts in the lab, real sockets, 1 ms of delay, methods interleaved in one run (see
 side_by_side.py). Efficiency is tokens/s over the same loop with no communication and as many
-workers. The one-bit methods have left their dense warm-up behind before anything is timed. `clip 0`
-does not clip, so their buckets travel during the backward pass; with `clip 1` they wait for its
-end. `powersgd` is PyTorch's DDP with its own PowerSGD hook, rank 1, in one bucket, since with more
+workers; `none, in step` is that loop with a barrier before every update, which sends no data: what
+a method that meets at every step can keep at best where one worker is now and then late. The
+one-bit methods have left their dense warm-up behind before anything is timed. `clip 0` does not
+clip, so their buckets travel during the backward pass; with `clip 1` they wait for its end.
+`powersgd` is PyTorch's DDP with its own PowerSGD hook, rank 1, in one bucket, since with more
 it aborts on gloo. Prints a table for each number of workers and as its last line one JSON object:
 {"efficiency": {workers: {method: {"ms_per_step", "efficiency", ...}}}, "target": {method: met}}.
 """
@@ -30,6 +32,7 @@ import thinwire as tw
 from thinwire.lab import Link
 from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
+from thinwire.wire.wire import Wire
 
 MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", "1ms"
 TARGET = 0.92
@@ -46,6 +49,12 @@ def powersgd(model: GPT, inner: torch.optim.Optimizer) -> Replica:
     return replica
 
 
+def in_step(model: GPT, inner: torch.optim.Optimizer) -> Replica:
+    wire = Wire(name="in step")
+    inner.register_step_pre_hook(lambda *_: wire.barrier())
+    return Replica(model, inner)
+
+
 def contenders(quick: bool) -> list[Contender]:
     timed = 4 if quick else 8
 
@@ -56,6 +65,7 @@ def contenders(quick: bool) -> list[Contender]:
     zero_one = method("zero-one-adam", freeze_at=FROZEN, longest=1)
     chosen = [
         Contender("none", method("none"), 1, timed),
+        Contender("none, in step", in_step, 2, timed),
         frozen("one-bit-adam, clip 0", adam, 0.0),
         frozen("one-bit-lamb, clip 0", lamb, 0.0),
         frozen("one-bit-adam, clip 1", adam, 1.0),

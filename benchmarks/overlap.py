@@ -63,7 +63,7 @@ def at_10_mbit() -> list[Contender]:
 
 
 RATES = {"100mbit": at_100_mbit, "10mbit": at_10_mbit}
-REPETITIONS = 8
+REPETITIONS = 6
 
 
 def worker(rate: str, repetitions: int) -> None:
