@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline_quality.py             4 stages, 480 updates, 3 seeds
     python benchmarks/pipeline_quality.py --quick     60 updates, 1 seed, 4 of the contenders
-    python benchmarks/pipeline_quality.py --lr 2e-3 --seeds 1 --only "look-ahead" --updates 960
+    python benchmarks/pipeline_quality.py --lr 2e-3 --seeds 1 --only "stash, adamw" --updates 960
 
 A byte-level GPT of 0.3M parameters (untied) on the Python standard library, cut into stages by the
 number of parameters. All stages run in this process, on the code that AsyncPipeline runs on ranks
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=480)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--only", help="contenders whose name has this in it")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="these contenders")
     parser.add_argument("--seed", type=int, help="this seed only")
     parser.add_argument("--results", type=Path, help="a file of results, read first and added to")
     given = parser.parse_args()
@@ -147,7 +147,7 @@ def main() -> None:
         given.updates, given.seeds = 60, 1
     torch.set_num_threads(1)
     corpus = load_corpus(DataConfig())
-    names = QUICK if given.quick else [n for n in CONTENDERS if (given.only or "") in n]
+    names = QUICK if given.quick else given.only or list(CONTENDERS)
     seeds = range(given.seeds) if given.seed is None else [given.seed]
     kept = given.results
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}

@@ -2,6 +2,7 @@
 
     python benchmarks/sparse_quality.py             4 replicas, 480 steps, 3 seeds (an hour)
     python benchmarks/sparse_quality.py --quick     60 steps, 1 seed, 4 methods: under a minute
+    python benchmarks/sparse_quality.py --only "5 %, delay 0" "5 %, delay 10, ema"
     python benchmarks/sparse_quality.py --results FILE    keeps finished runs there, and skips them
 
 Four virtual replicas in one process (virtual.py; the optimizers are the real ones), a byte GPT of
@@ -70,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=METHODS, help="these methods")
     parser.add_argument("--results", type=Path, help="a file of JSON lines")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -79,7 +81,7 @@ def main() -> None:
     done = {(r["method"], r["seed"], r["steps"]) for r in results}
     corpus = load_corpus(DataConfig())
     for seed in range(seeds):
-        for name in QUICK if given.quick else METHODS:
+        for name in QUICK if given.quick else given.only or METHODS:
             if (name, seed, steps) in done:
                 continue
             loss, apart = train(METHODS[name], corpus, steps, seed)

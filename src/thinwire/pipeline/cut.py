@@ -3,11 +3,7 @@
 Rank i computes something for every other rank - rows of an embedding table that only it holds, say
 - and gets from each of them its part. In the forward pass activations cross the cut, in the
 backward pass their gradients, both thresholded as crossing.py says. What a rank has for itself
-stays as it is.
-
-[Note: eval mode] Values below the threshold of training stay 0, for that is what the rest of the
-model was trained on: they got no gradient and are still what they began as, noise. Those above it
-cross exactly, however many they are.
+stays as it is, and so does everything in eval mode.
 """
 
 from typing import Any
@@ -77,7 +73,7 @@ class Cut(nn.Module):
         return out
 
     def form(self, numel: int) -> SparseRow:
-        """Of the activations for one rank; with room for all of them in eval mode."""
+        """Of the activations for one rank; all of them in eval mode."""
         return sparse_row(numel, self.density if self.training else 1.0, self._bits())
 
     def return_form(self, form: SparseRow) -> SparseRow:
@@ -91,13 +87,6 @@ class Cut(nn.Module):
     def sieve(self, side: int, peer: int) -> Sieve:
         """Of what goes to `peer`, forward (0) or backward (1); in eval mode all passes."""
         return self._sieves[side][peer] if self.training else Sieve(1)
-
-    def kept(self, row: Tensor, peer: int) -> Tensor:
-        """See [Note: eval mode]."""
-        threshold = self._sieves[0][peer].threshold
-        if self.training or threshold is None:
-            return row
-        return row.where(~(row.abs() < threshold), 0.0)  # a NaN stays
 
     def get_extra_state(self) -> list[list[tuple[int, float | None]]]:
         return [[(sieve.steps, sieve.threshold) for sieve in side] for side in self._sieves]
@@ -149,7 +138,7 @@ def _exchange(
     peers = [peer for peer in range(rows.shape[0]) if peer != cut.wire.rank]
     sent, received = {}, {}
     for peer in peers:
-        row = cut.kept(rows[peer], peer) if counts is None else rows[peer, : counts[peer]]
+        row = rows[peer] if counts is None else rows[peer, : counts[peer]]
         sent[peer], broken = cut.sieve(side, peer).choose(row, form)
         form.pack(row, sent[peer], payload[peer], broken=broken)
     arrived = cut.wire.all_to_all(payload).wait()
