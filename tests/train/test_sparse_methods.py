@@ -82,9 +82,9 @@ def test_the_optimizer_learns_the_length_of_the_run(
 
 
 BAD = [
-    (["--fraction", "0"], "fraction.* takes a number in"),
+    (["--fraction", "0"], "^--fraction takes a number in"),
     (["--fraction", "1.01"], "fraction"),
-    (["--averaging-delay", "-1"], "averaging_delay.* takes a whole number >= 0"),
+    (["--averaging-delay", "-1"], "^--averaging-delay takes a whole number >= 0"),
     (["--every", "0"], "every"),
     (["--codec", "int3"], "unknown codec"),
     (["--codec", "int4+ef"], "--codec int4.ef: error feedback.* use int4$"),

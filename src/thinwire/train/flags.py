@@ -7,6 +7,7 @@ command line, `eval_every` in a file.
 import dataclasses
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -22,6 +23,16 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 Config = TypeVar("Config")
+
+
+def by_flag(error: ValueError, **renamed: str) -> UsageError:
+    """A constructor's refusal, `Threshold(value_bits=...) takes ...`, in the words of the command
+    line: `--value-bits takes ...`. `renamed` are settings whose flags have other names."""
+
+    def flag(setting: "re.Match[str]") -> str:
+        return "--" + renamed.get(setting[1], setting[1]).replace("_", "-")
+
+    return UsageError(re.sub(r"\b\w+\((\w+)=\.\.\.\)", flag, str(error), count=1))
 
 
 def flat_values(config: Any) -> dict[str, Any]:

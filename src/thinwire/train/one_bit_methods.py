@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.optim import GradientAverage, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.one_bit import OneBitOptimizer
+from thinwire.train.flags import by_flag
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica, State, WireReplica
 from thinwire.train.sharding import load_model_state
@@ -254,7 +255,7 @@ def _try(build: Callable[[torch.optim.Optimizer], object]) -> None:
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise by_flag(error, coefficient="min_coefficient and --max_coefficient") from None
 
 
 def _shared(settings: OneBitSettings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.optim import SparseAverage
+from thinwire.train.flags import by_flag
 from thinwire.train.local_methods import LocalReplica
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica
@@ -80,7 +81,7 @@ def check_sparse(settings: SparseSettings) -> None:
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(str(error).replace("delay=", "averaging_delay=")) from None
+        raise by_flag(error, delay="averaging_delay") from None
 
 
 def _sparse(

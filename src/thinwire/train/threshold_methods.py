@@ -1,6 +1,5 @@
 """Dynamic thresholds for the trainer: its flags, and the optimizer these describe."""
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.optim import GradientAverage
+from thinwire.train.flags import by_flag
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica, WireReplica
 from thinwire.wire.codecs import Threshold
@@ -42,15 +42,7 @@ def _codec(settings: DctSettings) -> Threshold:
             momentum=settings.correction,
         )
     except ValueError as error:
-        raise UsageError(_by_flag(str(error))) from None
-
-
-def _by_flag(message: str) -> str:
-    """`Threshold(value_bits=...) takes ...` in the words of the command line."""
-    named = message.replace("(momentum=...)", "(correction=...)")
-    return re.sub(
-        r"Threshold\((\w+)=\.\.\.\)", lambda m: "--" + m[1].replace("_", "-"), named, count=1
-    )
+        raise by_flag(error, momentum="correction") from None
 
 
 def check_dct(settings: DctSettings) -> None:
