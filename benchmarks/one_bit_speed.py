@@ -2,9 +2,10 @@
 
     python benchmarks/one_bit_speed.py                2 workers, then 4; 3.2M parameters, 100 Mbit/s
     python benchmarks/one_bit_speed.py --workers 2    these only: two minutes on a quiet machine
+    python benchmarks/one_bit_speed.py --delay 10ms   of the links; 1 ms unless told
     python benchmarks/one_bit_speed.py --quick        2 workers, fewer contenders and repetitions
 
-Emulated hosts in the lab, real sockets, 1 ms of delay, methods interleaved in one run (see
+Emulated hosts in the lab, real sockets, methods interleaved in one run (see
 side_by_side.py). Efficiency is tokens/s over the same loop with no communication and as many
 workers; `none, in step` is that loop with a barrier before every update, which sends no data: what
 a method that meets at every step can keep at best where one worker is now and then late. The
@@ -34,7 +35,7 @@ from thinwire.train.models import GPT
 from thinwire.train.replica import Replica
 from thinwire.wire.wire import Wire
 
-MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", "1ms"
+MODEL, BATCH, CONTEXT, RATE = "gpt-3m", 8, 128, "100mbit"
 TARGET = 0.92
 FROZEN = 2  # dense steps: v need not be good, only frozen
 ONE_BUCKET = 1000  # MB
@@ -92,20 +93,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--workers", type=int, help="this number only")
+    parser.add_argument("--delay", default="1ms")
     given = parser.parse_args()
     efficiency = {}
     for workers in [given.workers or 2] if given.quick or given.workers else [2, 4]:
-        figures = measure(workers, given.quick)
+        figures = measure(workers, given.delay, given.quick)
         efficiency[str(workers)] = figures
-        print(f"\n{workers} workers, {MODEL}, {RATE}, {DELAY}")
+        print(f"\n{workers} workers, {MODEL}, {RATE}, {given.delay}")
         show(figures)
     print(json.dumps({"efficiency": efficiency, "target": met(efficiency)}))
 
 
-def measure(workers: int, quick: bool) -> dict[str, dict[str, float]]:
+def measure(workers: int, delay: str, quick: bool) -> dict[str, dict[str, float]]:
     arguments = ["1", "quick"] if quick else ["4"]
     figures: dict[str, dict[str, float]]
-    figures, _ = in_lab(__file__, arguments, workers, Link.of(RATE, delay=DELAY))
+    figures, _ = in_lab(__file__, arguments, workers, Link.of(RATE, delay=delay))
     return figures
 
 
