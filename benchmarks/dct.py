@@ -40,9 +40,9 @@ Method = tuple[float | None, Callable[[torch.nn.Module], tw.WireOptimizer]]
 """The learning rate, None where --lr says it, and what makes the optimizer."""
 
 
-def sgd(momentum: float = 0.0, **codec: Any) -> Method:
+def sgd(own_momentum: float = 0.0, /, **codec: Any) -> Method:
     def make(model: torch.nn.Module) -> tw.WireOptimizer:
-        inner = torch.optim.SGD(model.parameters(), lr=SGD, momentum=momentum)
+        inner = torch.optim.SGD(model.parameters(), lr=SGD, momentum=own_momentum)
         return tw.GradientAverage(inner, codec=Threshold(**codec) if codec else None)
 
     return None, make
