@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     model = "gpt-0.3m" if quick else "gpt-1m"
-    steps, rounds = (32, 1) if quick else (64, 2)
+    steps, rounds = (32, 1) if quick else (64, 4)
     flags = ["--model", model, "--batch", "4", "--context", "128"]
     with tempfile.TemporaryDirectory() as folder:
         first = compare(Path(folder) / "first", flags, steps)
