@@ -140,7 +140,7 @@ def test_settings_are_checked_before_anything_starts() -> None:
         (["--dense", "int8+ef"], "--dense takes a codec without error feedback"),
         (["--dense", "int3"], "unknown codec 'int3'"),
         (["--bucket-mb", "-2"], "--bucket-mb takes a number >= 0"),
-        (["--max-coefficient", "0.001"], "^--min-coefficient and --max-coefficient takes? two"),
+        (["--max-coefficient", "0.001"], "^--min-coefficient and --max-coefficient takes two"),
         (["--shards", "2"], "keeps each replica whole on one rank"),
         (["--shard-state", "--dense", "int8"], r"shard_state=True\) sends directions in the form"),
     ):
