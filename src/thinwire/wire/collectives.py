@@ -74,9 +74,9 @@ class Messages(Part):
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._done: Future[None] = Future()
-        waiter = threading.Thread(target=self._wait, args=(list(works),), daemon=True)
-        waiter.name = "messages"
-        waiter.start()
+        threading.Thread(
+            target=self._wait, args=(list(works),), name="messages", daemon=True
+        ).start()
 
     def arrives(self, within: float) -> bool:
         if not wait([self._done], timeout=within).done:
