@@ -7,10 +7,11 @@ First a comparison, methods in turns; at the end the same once more. Between the
 alone, as `thinwire train` in a lab of its own, without pauses and without anything else in its
 process; here a clock on the wall takes the time between two of its steps, and the kernel's counters
 on the hosts' interfaces take the bytes between them. Rounds of this are interleaved with rounds of
-`none`, for the same efficiency. These should agree within 5 %; the two comparisons in every digit
-of their losses, and in their efficiencies within the spread they print. Prints two tables and, as
-its last line, one JSON object, with bytes per token of all workers:
-{method: {"efficiency": [compare, alone], "bytes": [account, kernel],
+`none`, for the same efficiency, of all rounds together; its error is half the range of the rounds.
+These should agree within 5 % (with the mean of both comparisons); the two comparisons in every
+digit of their losses, and in their efficiencies within the spread they print. Prints two tables
+and, as its last line, one JSON object, with bytes per token of all workers:
+{method: {"efficiency": [compare, alone, error], "bytes": [account, kernel],
           "again": {"efficiency": [[value, plus or minus], ...], "val_loss": [first, second]}}}
 """
 
@@ -38,13 +39,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     model = "gpt-0.3m" if quick else "gpt-1m"
-    steps, rounds = (32, 1) if quick else (64, 4)
+    steps, rounds = (32, 1) if quick else (128, 3)
     flags = ["--model", model, "--batch", "4", "--context", "128"]
     with tempfile.TemporaryDirectory() as folder:
         first = compare(Path(folder) / "first", flags, steps)
         alone = in_turns(Path(folder), flags, steps, rounds)
         second = compare(Path(folder) / "second", flags, steps)
-    answer = show(first, alone)
+    answer = show(first, second, alone)
     for name, repeated in show_again(first, second).items():
         answer[name]["again"] = repeated
     print(json.dumps(answer))
@@ -105,26 +106,26 @@ def steps_done(path: Path) -> int:
 
 
 def show(
-    comparison: Comparison, alone: dict[str, list[tuple[float, float]]]
+    first: Comparison, second: Comparison, alone: dict[str, list[tuple[float, float]]]
 ) -> dict[str, dict[str, Any]]:
-    print(f"\n{'':16}{'efficiency':>24}{'bytes per token':>32}")
-    print(f"{'':16}{'compare':>12}{'alone':>9}{'':3}{'account':>12}{'kernel':>12}{'':8}")
+    print(f"\n{'':16}{'efficiency':>32}{'bytes per token':>32}")
+    print(f"{'':16}{'compare':>12}{'alone':>9}{'':11}{'account':>12}{'kernel':>12}{'':8}")
     answer: dict[str, dict[str, Any]] = {}
     for name in METHODS:
-        cell = cell_of(comparison, name)
-        assert cell.efficiency is not None
-        assert cell.bytes_per_token is not None
-        ratios = [m[0] / n[0] for m, n in zip(alone[name], alone["none"], strict=True)]
-        ratio = statistics.median(ratios)
+        cells = [cell_of(comparison, name) for comparison in (first, second)]
+        sent = cells[0].bytes_per_token
+        assert sent is not None
+        told = statistics.fmean(cell.efficiency.value for cell in cells if cell.efficiency)
+        rounds = [m[0] / n[0] for m, n in zip(alone[name], alone["none"], strict=True)]
+        ratio, error = _speed(alone[name]) / _speed(alone["none"]), (max(rounds) - min(rounds)) / 2
         kernel = statistics.median(sent for _, sent in alone[name])
-        told = cell.efficiency
         print(
-            f"{name:16}{told.value:12.3f}{ratio:9.3f}{_off(told.value, ratio)}"
-            f"{cell.bytes_per_token:9.1f}{kernel:12.1f}{_off(cell.bytes_per_token, kernel)}"
+            f"{name:16}{told:12.3f}{ratio:9.3f} ±{error:.3f} {_off(told, ratio)}"
+            f"{sent:9.1f}{kernel:12.1f}{_off(sent, kernel)}"
         )
         answer[name] = {
-            "efficiency": [round(told.value, 4), round(ratio, 4)],
-            "bytes": [round(cell.bytes_per_token, 2), round(kernel, 2)],
+            "efficiency": [round(told, 4), round(ratio, 4), round(error, 4)],
+            "bytes": [round(sent, 2), round(kernel, 2)],
         }
     return answer
 
@@ -156,6 +157,11 @@ def cell_of(comparison: Comparison, name: str) -> Cell:
     if cell is None or None in (cell.efficiency, cell.bytes_per_token, cell.val_loss):
         sys.exit(f"{name} has no figures")
     return cell
+
+
+def _speed(rounds: list[tuple[float, float]]) -> float:
+    """Tokens per second of all rounds together, which read as many tokens each."""
+    return statistics.harmonic_mean([speed for speed, _ in rounds])
 
 
 def _off(told: float, counted: float) -> str:

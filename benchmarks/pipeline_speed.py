@@ -1,12 +1,14 @@
 """How much of the compute's speed a pipeline keeps on a slow link.
 
     python benchmarks/pipeline_speed.py             2 stages, 3.2M parameters, 100 Mbit/s and 10 ms
+    python benchmarks/pipeline_speed.py --replicas 2    2 x 2: replicas average, too
     python benchmarks/pipeline_speed.py --quick     1 repetition, fewer contenders, under a minute
 
-Two emulated hosts in the lab, one stage each, real sockets. Every rank holds all contenders at once
-and they take turns, several times over; a turn's first updates (the warm-up) and its last ones (the
-drain) are not timed. The figure is the median time of 4 micro-batches in a row, over all turns, of
-the slower rank: neighbours on the machine slow single ones at random.
+Emulated hosts in the lab, one stage each, real sockets. With two replicas those of torch average
+every gradient and those of thinwire 5 % of their weights (SparseAverage). Every rank holds all
+contenders at once and they take turns, several times over; a turn's first updates (the warm-up) and
+its last ones (the drain) are not timed. The figure is the median time of 4 micro-batches in a row,
+over all turns, of the slower rank: neighbours on the machine slow single ones at random.
 
 `compute` is the yardstick: both stages at once, each on values of its own, forward, backward and
 step for every micro-batch, nothing sent. torch's schedules send float32 and flush before every
@@ -27,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import thinwire as tw
 from thinwire.lab import Lab, Link
@@ -35,6 +38,7 @@ from thinwire.pipeline.stage import ClippedStep
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import Batches, DataConfig
 from thinwire.train.models import ModelConfig, build_model, token_loss
+from thinwire.train.pipelining import make_mesh
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense, Int8
 from thinwire.wire.wire import Wire
@@ -42,7 +46,7 @@ from thinwire.wire.wire import Wire
 MODEL, BATCH, CONTEXT, WIDTH, STAGES, CUTS, PER_UPDATE = "gpt-3m", 8, 128, 256, 2, [3], 4
 BF16 = Dense(torch.bfloat16)
 
-Make = Callable[[nn.Module, torch.optim.Optimizer], Any]
+Make = Callable[[nn.Module, torch.optim.Optimizer, DeviceMesh], Any]
 
 
 class Compute:
@@ -79,11 +83,13 @@ class Contender:
     exposed: list[float] = field(default_factory=list)
     """Seconds waited per micro-batch, for each turn."""
 
-    def prepare(self, corpus: Corpus, stage: int) -> None:
+    def prepare(self, corpus: Corpus, mesh: DeviceMesh) -> None:
         model = build_model(ModelConfig(model=MODEL, tied="no"), corpus.vocab, CONTEXT, seed=0)
-        module = split(model, STAGES, at=CUTS)[stage]
-        self.pipe = self.make(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
-        source = Batches(corpus.train, CONTEXT, BATCH, 0, 1, seed=0)
+        module = split(model, STAGES, at=CUTS)[mesh["stage"].get_local_rank()]
+        self.pipe = self.make(module, torch.optim.AdamW(module.parameters(), lr=1e-3), mesh)
+        replicas = mesh["replica"]
+        reader = replicas.get_local_rank(), replicas.size()
+        source = Batches(corpus.train, CONTEXT, BATCH, *reader, seed=0)
         self._batches = iter(source.next, None)
 
     def turn(self, control: Wire) -> None:
@@ -106,28 +112,37 @@ class Contender:
 
 
 def asynchronous(updates: int, **settings: Any) -> Contender:
-    lead = settings.get("lead", 0)
-    return Contender(
-        lambda module, optimizer: AsyncPipeline(module, optimizer, loss=token_loss, **settings),
-        updates,
-        skip=4 + lead,
-    )
+    def make(module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh) -> AsyncPipeline:
+        several = mesh["replica"].size() > 1
+        optimizer = tw.SparseAverage(inner, group=mesh["replica"]) if several else inner
+        return AsyncPipeline(module, optimizer, group=mesh["stage"], loss=token_loss, **settings)
+
+    return Contender(make, updates, skip=4 + settings.get("lead", 0))
 
 
 def synchronous(schedule: Literal["gpipe", "1f1b"], updates: int) -> Contender:
-    return Contender(
-        lambda module, optimizer: TorchPipeline(
-            module, optimizer, loss=token_loss, schedule=schedule, accumulate=PER_UPDATE
-        ),
-        updates,
-        skip=1,
-        micro_batches=PER_UPDATE,
-    )
+    def make(module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh) -> TorchPipeline:
+        several = mesh["replica"].size() > 1
+        optimizer = tw.GradientAverage(inner, group=mesh["replica"]) if several else inner
+        return TorchPipeline(
+            module,
+            optimizer,
+            group=mesh["stage"],
+            loss=token_loss,
+            schedule=schedule,
+            accumulate=PER_UPDATE,
+        )
+
+    return Contender(make, updates, skip=1, micro_batches=PER_UPDATE)
 
 
-def contenders(quick: bool, stage: int) -> dict[str, Contender]:
+def alone(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Compute:
+    return Compute(module, optimizer, mesh["stage"].get_local_rank())
+
+
+def contenders(quick: bool) -> dict[str, Contender]:
     few, many = (4, 20) if quick else (6, 30)
-    compute = Contender(lambda module, optimizer: Compute(module, optimizer, stage), many, skip=1)
+    compute = Contender(alone, many, skip=1)
     both = {"codec": BF16, "gradient_codec": BF16}
     found = {
         "compute": compute,
@@ -150,9 +165,10 @@ def worker(quick: bool) -> None:
     torch.manual_seed(0)
     corpus = load_corpus(DataConfig())
     control = Wire(name="race")
-    racing = contenders(quick, world.rank)
+    mesh = make_mesh(world, STAGES)
+    racing = contenders(quick)
     for contender in racing.values():
-        contender.prepare(corpus, world.rank)
+        contender.prepare(corpus, mesh)
     for _ in range(1 if quick else 5):
         for contender in racing.values():
             contender.turn(control)
@@ -162,7 +178,7 @@ def worker(quick: bool) -> None:
         slowest, exposed = control.agree([contender.seconds, exposed])
         figures[name] = {
             "ms_per_micro_batch": round(1000 * slowest, 1),
-            "tokens_per_s": round(BATCH * CONTEXT / slowest),
+            "tokens_per_s": round(mesh["replica"].size() * BATCH * CONTEXT / slowest),
             "exposed_ms": round(1000 * exposed, 1),
             "turns_ms": [round(1000 * statistics.median(turn), 1) for turn in contender.turns],
         }
@@ -174,18 +190,19 @@ def worker(quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--delay", default="10ms")
     given = parser.parse_args()
     lines: list[str] = []
-    with Lab(STAGES, Link.of(given.rate, delay=given.delay)) as lab:
+    with Lab(STAGES * given.replicas, Link.of(given.rate, delay=given.delay)) as lab:
         lab.check()
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
         outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
     if outcome.code:
         sys.exit("\n".join([*lines, str(outcome)]))
     figures = json.loads(next(line for line in lines if line.startswith("{")))
-    report(figures, f"{given.rate}, {given.delay}", given.quick)
+    report(figures, f"{given.replicas} replicas, {given.rate}, {given.delay}", given.quick)
 
 
 def report(figures: dict[str, dict[str, Any]], link: str, quick: bool) -> None:

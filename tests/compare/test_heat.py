@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,33 @@ def _the_same_at_another_rate(ranks: Ranks, tmp_path: Path, values: dict[str, An
     assert steps["none"] == 2
     assert steps["ddp"] == 8
     assert steps["overlapped"] >= 4  # before its first average nothing is known of its traffic
+
+
+class _Uneven(HeatWorker):
+    """One rank is late by most of a second in every turn."""
+
+    def run(self) -> int:
+        original = Contestant._step
+
+        def step(contestant: Contestant, losses: list[float]) -> int:
+            if contestant.trainer.step % 2 == 0 and self.control.rank == 1:
+                time.sleep(0.8)
+            return original(contestant, losses)
+
+        Contestant._step = step  # type: ignore[method-assign]
+        return super().run()
+
+
+def test_the_end_of_a_turn_is_no_meeting(ranks: Ranks, tmp_path: Path, corpus: str) -> None:
+    """Those that wait for each other take as long as the slowest, and the others do not."""
+    told = heat(tmp_path, settings(corpus), methods=["none", "ddp"])
+    assert ranks(2, race, told, _Uneven) == [0, 0]
+    walls = {
+        name: [r["wall"] for r in records.read(tmp_path / name) if r["kind"] == "turn"][1:]
+        for name in ("none", "ddp")
+    }
+    assert all(0.4 < wall < 0.8 for wall in walls["none"])
+    assert all(wall > 0.8 for wall in walls["ddp"])
 
 
 class _Interrupted(HeatWorker):

@@ -2,10 +2,11 @@
 
 [Note: turns] A worker holds all contestants and gives each its turn, so that whatever else happens
 on the machine happens to all of them. A turn begins at the same moment on all workers and ends when
-the links are silent again; its wall time is that of the slowest worker's steps. What is in the air
-when a turn ends would land for free: `Account.pause` and `resume` make the method wait for it as
-long as if there had been no pause. Random numbers are drawn from a state of the contestant's own.
-So a contestant computes what `thinwire train` would compute alone.
+the links are silent again; its wall time is that of the slowest worker's steps, or the workers'
+mean if nobody waited for anybody (`turn_seconds`). What is in the air when a turn ends would land
+for free: `Account.pause` and `resume` make the method wait for it as long as if there had been no
+pause. Random numbers are drawn from a state of the contestant's own. So a contestant computes what
+`thinwire train` would compute alone.
 """
 
 import time
@@ -26,6 +27,7 @@ from thinwire.train.stage_trainer import StageTrainer, trainer_of
 from thinwire.train.task import Task
 from thinwire.wire.account import Account, Landing
 
+_FREE = 0.01  # of a turn: who waited less has waited for nobody
 _SHOWN = 16  # steps of a turn, at its end, of which a timeline is kept
 
 
@@ -58,6 +60,7 @@ class Contestant:
         """The totals that no checkpoint keeps."""
         turn = records.last(before, "turn") or {}
         self.seconds: float = turn.get("seconds", 0.0)
+        self._exposed = self.trainer.totals()["exposed"]  # of this worker, before its next turn
         self._wire_bytes: float = turn.get("wire_bytes", 0.0)
         self._sent = self._wire_bytes / self._arena.control.size  # by this host's interface
         self.val_loss: float = (records.last(before, "eval") or {}).get("val_loss", float("nan"))
@@ -129,12 +132,16 @@ class Contestant:
         """Writes down a turn, all workers taken together."""
         control, own = self._arena.control, self.trainer.totals()
         self._sent += sent
-        nbytes = own["bytes"] if self.trainer.replica.counted else self._sent
-        wall, most, lag, changed = control.agree(
-            [wall, nbytes, own["lag"], float(not self.as_expected)]
+        counted = self.trainer.replica.counted
+        nbytes = own["bytes"] if counted else self._sent
+        waited = own["exposed"] - self._exposed if counted else wall  # unknown: maybe all of it
+        self._exposed = own["exposed"]
+        slowest, waited, most, lag, changed = control.agree(
+            [wall, waited, nbytes, own["lag"], float(not self.as_expected)]
         )
-        total, exposed, hidden, wire, skipped, loss, known = control.agree(
+        walls, total, exposed, hidden, wire, skipped, loss, known = control.agree(
             [
+                wall,
                 nbytes,
                 own["exposed"],
                 own["hidden"],
@@ -146,6 +153,7 @@ class Contestant:
             "sum",
         )
         self.as_expected = not changed
+        wall = turn_seconds(slowest, walls / control.size, waited)
         self.seconds += wall
         self._wire_bytes += wire
         self._scribe.write(
@@ -187,6 +195,16 @@ class Contestant:
         """A checkpoint from which the same comparison goes on; without one it starts anew."""
         if self.trainer.replica.resumable:
             self.trainer.save()
+
+
+def turn_seconds(slowest: float, mean: float, waited: float) -> float:
+    """What a turn would have taken had it not been one, from the workers' times in it and the most
+    that any of them waited for the network.
+
+    Workers that meet at every step go at the pace of the slowest. Where nobody waits for anybody
+    the end of a turn must not be a meeting either: who is late in this turn is early in another.
+    """
+    return mean if waited < _FREE * slowest else slowest
 
 
 class _Timeline:

@@ -14,10 +14,11 @@
     {"kind": "timeline", "cycle": 3, "steps": [0.31, 0.62, ...], "flights": [[...], ...]}
     {"kind": "end", "why": "budget", "message": ""}
 
-In a turn, `wall` is the seconds from the common start of all workers to the end of the slowest. The
-others are totals so far: `seconds` of the walls; `bytes` sent by all workers, by the method's own
-account, `most_bytes` by the one that sent most, and `wire_bytes` by the kernel's count on the
-interfaces; `exposed` and `hidden` seconds of a worker on average; `skipped` steps; `lag`.
+In a turn, `wall` is the seconds from the common start of all workers to the end of the slowest, or
+to their ends on average if nobody waited for anybody. The others are totals so far: `seconds` of
+the walls; `bytes` sent by all workers, by the method's own account, `most_bytes` by the one that
+sent most, and `wire_bytes` by the kernel's count on the interfaces; `exposed` and `hidden` seconds
+of a worker on average; `skipped` steps; `lag`.
 """
 
 import json
