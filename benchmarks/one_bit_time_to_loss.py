@@ -10,12 +10,14 @@ this machine's cores), methods interleaved: dense LAMB and AdamW under PyTorch's
 with its 16-bit hook, and both stages of the one-bit methods. The time to a loss is the sum of the
 seconds of the steps up to it, each step at the pace of its stage. The loss is 1 % above the dense
 method's last one, for both. Prints a table and, as its last line, one JSON object:
-{"ms_per_step": {contender: ...}, "sooner": {one-bit method: {baseline: ratio by seeds}}}.
+{"ms_per_step": {contender: ...}, "sooner": {one-bit method: {baseline: ratio by seeds}}}, where
+0 stands for a seed that never came to the loss.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -159,11 +161,11 @@ def seconds(run: Run, steps: float, name: str, pace: dict[str, float]) -> float:
 
 
 def first_below(curve: list[tuple[int, float]], target: float) -> float:
-    """Steps, between two evaluations by a straight line; all of them if it is never reached."""
+    """Steps, between two evaluations by a straight line; infinity if it is never reached."""
     for (s0, a), (s1, b) in itertools.pairwise(curve):
         if b <= target:
             return s0 + (s1 - s0) * (a - target) / (a - b) if a > target else s0
-    return curve[-1][0]
+    return math.inf
 
 
 def show(sooner: dict[str, dict[str, list[float]]]) -> None:
@@ -173,7 +175,7 @@ def show(sooner: dict[str, dict[str, list[float]]]) -> None:
     for name, baselines in sooner.items():
         for baseline, ratios in baselines.items():
             if ratios:
-                each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                each = ", ".join(f"{ratio:.2f}" if ratio else "never" for ratio in ratios)
                 print(
                     f"  {name:16} {statistics.median(ratios):.2f}x against {baseline:20} ({each})"
                 )
