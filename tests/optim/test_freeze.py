@@ -38,14 +38,25 @@ def test_nothing_is_frozen_before_the_learning_rate_has_peaked_for_a_while() -> 
 
 
 def test_a_short_run_waits_for_the_early_fall() -> None:
-    """As a small language model does: level for 45 steps, then a tenth within 40 more."""
+    """As small language models do: level for a while, then a tenth within as many steps more."""
 
     def stream(step: int) -> float:
-        return 5.0 * 0.1 ** min(1.0, max(0.0, (step - 45) / 40))
+        return 5.0 * 0.1 ** min(1.0, max(0.0, (step - 110) / 80))
 
     found = frozen_at(stream, 600, warmup=20)
     assert found is not None
-    assert 85 <= found <= 0.22 * 600
+    assert 190 <= found <= 0.5 * 600
+
+
+def test_a_level_start_is_not_taken_for_the_end() -> None:
+    """LAMB, 600 steps, masked objective, as measured: level until step 80, then a third of that."""
+
+    def stream(step: int) -> float:
+        return 8.5 if step < 80 else 8.5 * 0.4 ** min(1.0, (step - 80) / 20)
+
+    found = frozen_at(stream, 600, warmup=30)
+    assert found is not None
+    assert 100 < found <= 0.3 * 600
 
 
 def test_a_long_run_waits_until_it_falls_by_the_published_4_percent() -> None:
@@ -74,12 +85,12 @@ def test_single_bad_batches_do_not_matter() -> None:
 
 def test_a_saved_rule_goes_on() -> None:
     one = FreezeRule(0.99)
-    for step in range(70):
+    for step in range(150):
         one.observe(0.9**step, 1.0)
     other = FreezeRule(0.99)
     other.load_state_dict(one.state_dict())
-    for step in range(70, 200):
-        square = 0.9 ** min(step, 80)
+    for step in range(150, 300):
+        square = 0.9 ** min(step, 170)
         assert one.observe(square, 1.0) == other.observe(square, 1.0)
 
 
@@ -95,9 +106,9 @@ def train(steps: int) -> tuple[int | None, int]:
 
 
 def test_all_ranks_freeze_at_the_same_step_without_a_message(ranks: Ranks) -> None:
-    (one, sent), (other, again) = ranks(2, train, 120)
+    (one, sent), (other, again) = ranks(2, train, 220)
     assert one == other is not None
-    assert LEAST <= one <= 110
+    assert LEAST <= one <= 200
     assert sent == again
     # the start's checks, one mean a step, and in the compressed stage the norm to clip by
-    assert sent - 120 - (120 - one) <= 10
+    assert sent - 220 - (220 - one) <= 10

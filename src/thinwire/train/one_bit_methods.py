@@ -35,6 +35,9 @@ class LambSettings:
     """Largest such length. Lower it, to 0.3 with batches of 64K, when single layers diverge."""
 
 
+AUTO = "auto"
+
+
 @dataclass
 class OneBitSettings:
     """What the one-bit methods share."""
@@ -42,9 +45,9 @@ class OneBitSettings:
     freeze_at: int = 0
     """Dense steps before the variance is frozen and one bit a value is sent; 0 finds it by itself.
     Raise it when the loss falls behind the dense method's, lower it to save traffic."""
-    dense: str = "bf16"
-    """Form of the gradients until then: fp32, bf16, fp16 or int8. fp32 when the warm-up is
-    unstable."""
+    dense: str = AUTO
+    """Form of the gradients until then: fp32, bf16, fp16, int8, or auto: int8, with --shard-state
+    bf16. fp32 when the warm-up is unstable."""
     bucket_mb: float = 0.0
     """Size of the buckets in MB of float32; 0 makes about four. Raise it on links with a long
     delay."""
@@ -246,7 +249,15 @@ def dense_steps(settings: OneBitSettings) -> int:
 
 
 def _dense_first(settings: OneBitSettings) -> bool:
-    return isinstance(codecs.parse(settings.dense), Dense)
+    return isinstance(codecs.parse(_dense_name(settings)), Dense)
+
+
+def _dense_name(settings: OneBitSettings) -> str:
+    """The warm-up is most of the traffic of a short run: eight bits, where directions of owners do
+    not travel in the same form."""
+    if settings.dense != AUTO:
+        return settings.dense
+    return "bf16" if getattr(settings, "shard_state", False) else "int8"
 
 
 def _try(build: Callable[[torch.optim.Optimizer], object]) -> None:
@@ -263,7 +274,7 @@ def _shared(settings: OneBitSettings) -> dict[str, Any]:
         raise UsageError(f"--freeze-at takes a number of steps >= 0, got {settings.freeze_at}")
     if settings.bucket_mb < 0:
         raise UsageError(f"--bucket-mb takes a number >= 0, got {settings.bucket_mb}")
-    dense = codecs.parse(settings.dense)
+    dense = codecs.parse(_dense_name(settings))
     if not isinstance(dense, Codec):
         raise UsageError(f"--dense takes a codec without error feedback, got {settings.dense!r}")
     return {
