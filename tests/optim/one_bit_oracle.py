@@ -68,6 +68,7 @@ def adam(
     *,
     lam: float = 0.0,
     correct: bool = True,
+    whiten: bool = False,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -86,7 +87,8 @@ def adam(
             if t == freeze_at:
                 frozen = hat.clamp(min=0.01 * float(hat.mean()))
         else:
-            m = exchange.mean([b1 * m + (1 - b1) * g for g in gradients])
+            size_of = frozen.sqrt() + eps if whiten else torch.ones_like(frozen)
+            m = size_of * exchange.mean([(b1 * m + (1 - b1) * g) / size_of for g in gradients])
             hat = frozen
         u = (m / (1 - b1**t) if correct else m) / (hat.sqrt() + eps)
         x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]

@@ -61,9 +61,10 @@ def adam_oracle(steps: int) -> list[Tensor]:
             if t == FREEZE:
                 frozen = hat.clamp(min=0.01 * float(hat.mean()))
         else:
-            payloads = [0.9 * m + 0.1 * g for g in nodes]
+            root = frozen.sqrt() + 1e-8
+            payloads = [(0.9 * m + 0.1 * g) / root for g in nodes]
             parts = zip(*(p.split(width) for p in payloads), strict=True)
-            m = torch.cat([e.mean(list(p)) for e, p in zip(exchanges, parts, strict=True)])
+            m = root * torch.cat([e.mean(list(p)) for e, p in zip(exchanges, parts, strict=True)])
             hat = frozen
         x = x - LR * m / (1 - 0.9**t) / (hat.sqrt() + 1e-8)
     return [split(x, like)[order.index(i)] for i in range(3)]

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import statistics
 import warnings
 from typing import Any
 
@@ -25,10 +26,14 @@ def adam(size: int, steps: int, **settings: Any) -> tuple[list[Tensor], dict[str
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("decay", "correct"), [(0.0, True), (0.1, False)])
-def test_both_stages_equal_the_oracle(ranks: Ranks, size: int, decay: float, correct: bool) -> None:
+@pytest.mark.parametrize(
+    ("decay", "correct", "whiten"), [(0.0, True, True), (0.1, False, True), (0.1, True, False)]
+)
+def test_both_stages_equal_the_oracle(
+    ranks: Ranks, size: int, decay: float, correct: bool, whiten: bool
+) -> None:
     # Few steps after the freeze: rounding may flip a sign on the edge, and then the runs part.
-    answers = ranks(size, _both, size, 9, decay, correct)
+    answers = ranks(size, _both, size, 9, decay, correct, whiten)
     start, gradient = oracle.problem(size, SHAPES)
     # Buckets hold the tensors in reverse order when no backward pass has told another.
     order = [2, 1, 0]
@@ -37,17 +42,51 @@ def test_both_stages_equal_the_oracle(ranks: Ranks, size: int, decay: float, cor
         back = [x[order.index(i)] for i in range(3)]
         return [gradient(rank, step, back)[i] for i in order]
 
-    expected = oracle.adam(
-        [start[i] for i in order], reordered, size, 9, LR, 6, lam=decay, correct=correct
-    )
+    settings = {"lam": decay, "correct": correct, "whiten": whiten}
+    expected = oracle.adam([start[i] for i in order], reordered, size, 9, LR, 6, **settings)
     for weights, _ in answers:
         for i, wanted in zip(order, expected, strict=True):
             torch.testing.assert_close(weights[i].double(), wanted, rtol=1e-4, atol=1e-5)
         assert all(map(torch.equal, weights, answers[0][0])), "replicas hold the same bits"
 
 
-def _both(size: int, steps: int, decay: float, correct: bool) -> Any:
-    return adam(size, steps, weight_decay=decay, bias_correction=correct, freeze_at=6)
+def _both(size: int, steps: int, decay: float, correct: bool, whiten: bool) -> Any:
+    settings = {"weight_decay": decay, "bias_correction": correct, "whiten": whiten}
+    return adam(size, steps, freeze_at=6, **settings)
+
+
+def _off(whiten: bool, freeze_at: int) -> float:
+    """Half of the values have an eighth of the others' gradients: how far they are off in the end,
+    squared."""
+    tw.init()
+    x, half, steps = nn.Parameter(torch.ones(64)), 32, 800
+    optimizer = tw.OneBitAdam([x], lr=5e-3, freeze_at=freeze_at, whiten=whiten)
+    curvature = torch.where(torch.arange(64) < half, 8.0, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    late = []
+    for step in range(steps):
+        x.grad = curvature * (x.detach() + 0.1 * torch.randn(64, generator=generator))
+        optimizer.step()
+        if step >= steps - 100:
+            late.append(float(x.detach()[half:].square().mean()))
+    return statistics.mean(late)
+
+
+def test_whitening_keeps_small_gradients_from_the_noise_of_large_ones(ranks: Ranks) -> None:
+    dense = ranks(2, _off, True, 10_000)[0]
+    plain, whitened = (ranks(2, _off, whiten, 100)[0] - dense for whiten in (False, True))
+    assert abs(whitened) < 0.5 * plain
+
+
+def test_a_state_in_other_units_is_refused() -> None:
+    weights = [nn.Parameter(torch.ones(3))]
+    optimizer = tw.OneBitAdam(weights, freeze_at=1)
+    for _ in range(2):
+        weights[0].grad = torch.ones(3)
+        optimizer.step()
+    other = tw.OneBitAdam(weights, freeze_at=1, whiten=False)
+    with pytest.raises(ValueError, match=r"saved with whiten=True .* load it as it was saved"):
+        other.load_state_dict(optimizer.state_dict())
 
 
 def _warm(size: int, steps: int) -> Any:

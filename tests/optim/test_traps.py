@@ -41,13 +41,13 @@ def noise(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 # 1. A value that saw no gradient before the freeze has v = 0: divided by sqrt(v) its share of the
-#    one-bit noise grows without limit.
+#    one-bit noise grows without limit. (Whitened noise has the size of a step, floor or not.)
 
 
 def unseen_rows() -> tuple[float, float]:
     torch.manual_seed(0)
     table = nn.Parameter(torch.randn(32, 8))
-    optimizer = tw.OneBitAdam([table], lr=0.01, freeze_at=10)
+    optimizer = tw.OneBitAdam([table], lr=0.01, freeze_at=10, whiten=False)
     start = table.detach().clone()
     for step in range(40):
         table.grad = torch.zeros(32, 8)

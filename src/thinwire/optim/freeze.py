@@ -7,9 +7,9 @@ same step, and nothing is sent for it.
     w = min(1/(1-b2), t/4) ;   A = median of s over the last w steps,  B = over the w before those
     settled:   A >= (1 - tolerance) B ,   tolerance = max(0.04, 2 / sqrt(w))
 
-The variance is frozen at the first step t >= max(160, 1.5 x the learning rate's warm-up) at which it
-has settled. The published rule asks for a fall of at most 4 % over 1/(1-b2) steps. At b2 = .999 a
-run of 500 steps never has that many, and v, which starts from zeros, would hide the answer. Here
+The variance is frozen at the first step t >= max(160, 1.5 x the learning rate's warm-up) at which
+it has settled. The published rule asks for a fall of at most 4 % over 1/(1-b2) steps. At b2 = .999
+a run of 500 steps never has that many, and v, which starts from zeros, would hide the answer. Here
 the window grows with the run up to that length, and the tolerance is what the noise of w gradients
 leaves visible, down to the published 4 %. Medians, because one bad batch weighs as much as a
 hundred others in a mean of squares.

@@ -6,15 +6,24 @@
                  x = x - lr (m̂ / (sqrt(v_frozen) + eps) + lam x)
 
 Paper: 1-bit Adam, arXiv 2102.02888. The stages are in one_bit.py.
+
+[Note: whitening] One scale for all values of a bucket makes the loss of the compression as large
+for values with small gradients as for those with large ones, and the division by sqrt(v) makes it
+larger still for the former. With w = sqrt(v_frozen) + eps, which does not change any more,
+
+    m = w · compressed mean of (b1 m + (1-b1) g_i) / w
+
+is the same momentum, rounded where all values are about of one size: in the steps they make.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.optim.departures import State
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.optim.stage_settings import StageSettings, spelled_out
@@ -32,6 +41,8 @@ class OneBitAdam(OneBitOptimizer):
         params: tensors or groups of them, as for any torch optimizer.
         lr, betas, eps, weight_decay: as in AdamW.
         bias_correction: m̂ and v̂ as in AdamW. Without it the first 1/(1-b2) steps are long ones.
+        whiten: round the momentum in units of the steps it makes, see [Note: whitening]. False
+            rounds it as it is, as published. No effect with shard_state, where steps travel anyhow.
         freeze_at: number of dense steps. Set it when the automatic rule freezes too late for your
             traffic, or so early that the loss falls behind AdamW's: 15 % of the run is usual.
         clip: largest norm of the gradient of all replicas. Compressed buckets then leave only after
@@ -61,8 +72,10 @@ class OneBitAdam(OneBitOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         bias_correction: bool = True,
+        whiten: bool = True,
         **stages: Unpack[StageSettings],
     ) -> None:
+        self.whiten = whiten
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
 
@@ -73,3 +86,27 @@ class OneBitAdam(OneBitOptimizer):
             x.sub_(directions[at], alpha=lr)
 
     _move_frozen = _move_dense
+
+    def _payload(self, bucket: MomentBucket) -> None:
+        super()._payload(bucket)
+        if self.whiten:
+            bucket.buffer.div_(bucket.roots())
+
+    def _learn_frozen(self, bucket: MomentBucket) -> None:
+        if self.whiten:
+            bucket.buffer.mul_(bucket.roots())
+        super()._learn_frozen(bucket)
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"whiten": self.whiten}
+
+    def _kept(self) -> State:
+        return super()._kept() | {"whiten": self.whiten}
+
+    def _restore(self, kept: State) -> None:
+        if kept["frozen_at"] is not None and kept["whiten"] != self.whiten:
+            raise ValueError(
+                f"OneBitAdam: the state was saved with whiten={kept['whiten']} after the variance "
+                "was frozen, and its errors are in those units; load it as it was saved"
+            )
+        super()._restore(kept)

@@ -57,8 +57,8 @@ class OneBitSettings:
 
 
 @dataclass
-class OneBitAdamSettings(OneBitSettings):
-    """1-bit Adam."""
+class SameStepSettings(OneBitSettings):
+    """What the methods share in which all replicas take the same steps."""
 
     shard_state: bool = False
     """Keep on every worker only its share of the moments, at the same traffic, for models whose
@@ -66,7 +66,16 @@ class OneBitAdamSettings(OneBitSettings):
 
 
 @dataclass
-class OneBitLambSettings(OneBitAdamSettings):
+class OneBitAdamSettings(SameStepSettings):
+    """1-bit Adam."""
+
+    whiten: bool = True
+    """Round the momentum in units of the steps it makes; --no-whiten rounds it as it is, as
+    published."""
+
+
+@dataclass
+class OneBitLambSettings(SameStepSettings):
     """1-bit LAMB."""
 
     min_coefficient: float = 0.01
@@ -99,6 +108,7 @@ def build_adam(
 ) -> OneBitOptimizer:
     return OneBitAdam(
         _groups(inner, "one-bit-adam"),
+        whiten=settings.whiten,
         group=group,
         shard_state=settings.shard_state,
         **_shared(settings),
