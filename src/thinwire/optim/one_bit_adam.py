@@ -48,7 +48,7 @@ class OneBitAdam(OneBitOptimizer):
         clip: largest norm of the gradient of all replicas. Compressed buckets then leave only after
             the backward pass, since its norm must be known: leave it out for full overlap.
         dense: form of the gradients in the warm-up; float32 by default. Dense(torch.bfloat16)
-            halves its traffic.
+            halves its traffic, Int8() quarters it.
         bucket_mb: size of the buckets, in MB of float32; each has one scale. About four of 1 to
             25 MB by default. Raise it when latency dominates, lower it to start earlier.
         overlap: send buckets during the backward pass. Then gradients must not be changed between
