@@ -1,5 +1,6 @@
 """SparseAverage on real ranks against the sequential oracle, and the identities of its rules."""
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -221,6 +222,25 @@ def test_delta_leaves_the_mean_of_the_replicas_as_it_is(delay: int) -> None:
     torch.testing.assert_close(means["delta"], oracle.mean(apart), rtol=1e-4, atol=1e-4)
     for other in ("ema", "overwrite"):
         assert float((means[other] - oracle.mean(apart)).norm()) > 0.1, "it would prove nothing"
+
+
+def test_delta_in_the_air_twice_drives_the_replicas_apart_and_says_so() -> None:
+    """A cycle of 5 rounds: with a delay of 4 a value lands before it leaves again, with 12 not."""
+    start, gradient = start_point(NUMEL), quadratic(REPLICAS, NUMEL)
+
+    def apart(rules: Rules) -> float:
+        replicas = oracle.run(start, gradient, masks(0.2), REPLICAS, 200, LR, rules)
+        return max(float((own.weights - oracle.mean(replicas)).norm()) for own in replicas)
+
+    within, beyond = (apart(Rules(delay, "delta")) for delay in (4, 12))
+    assert beyond > 2 * max(within, apart(Rules(12, "ema")))
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.warns(UserWarning, match=r"turn after 20 steps, .* corrected twice: they drift"):
+        tw.SparseAverage(inner, correction="delta", delay=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tw.SparseAverage(inner, correction="delta", delay=20)
+        tw.SparseAverage(inner, correction="ema", delay=40)
 
 
 def drifting(correction: str) -> tuple[float, float]:

@@ -27,6 +27,7 @@ is each replica's own affair, and replicas may be up to `delay` steps apart.
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -388,6 +389,14 @@ def _check(
     if not two or not all(isinstance(v, int | float) and 0 < v <= 1 for v in given):
         raise ValueError(
             f"{name}(ema=...) takes two numbers in (0, 1], at the start and at the end, got {ema!r}"
+        )
+    cycle = every * parts_of(fraction)
+    if correction == "delta" and delay > cycle:
+        warnings.warn(
+            f'{name}(correction="delta", delay={delay}): every value has its turn after {cycle} '
+            "steps, while its last mean is still in the air, and what replicas differ by is "
+            'corrected twice: they drift apart. Use correction="ema", or a shorter delay',
+            stacklevel=3,
         )
     if isinstance(codec, ErrorFeedback):
         raise ValueError(
