@@ -34,30 +34,33 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", default="3e-4", help="of the quality: the published one")
+    parser.add_argument("--delay", default="10", help="of the averages, in steps, in the quality")
     given = parser.parse_args()
     both = given.quality == given.time
     found: dict[str, object] = {}
     if both or given.quality:
-        found["quality"] = quality(1 if given.quick else given.seeds, given.lr, given.quick)
+        found["quality"] = quality(
+            1 if given.quick else given.seeds, given.lr, given.delay, given.quick
+        )
     if both or given.time:
         found["time"] = time_to_loss(given.quick)
     print(json.dumps(found | {"quick": given.quick}))
 
 
-def quality(seeds: int, lr: str, quick: bool) -> dict[str, object]:
+def quality(seeds: int, lr: str, delay: str, quick: bool) -> dict[str, object]:
     flags = ["--model", "gpt-0.3m", "--batch", "4", "--context", "64", "--lr", lr]
     flags += ["--steps", "40" if quick else "480", "--eval-every", "0", "--eval-windows", "400"]
     rows = []
     for seed in range(seeds):
         own = ["--seed", str(seed)]
-        row = {"async": curve([*ASYNC, *flags, *own])[-1].loss}
+        row = {"async": curve([*ASYNC, "--averaging-delay", delay, *flags, *own])[-1].loss}
         row["sync"] = curve([*SYNC, *flags, *own])[-1].loss
         rows.append(row)
         print(f"seed {seed}: asyncmesh {row['async']:.4f}, synchronous {row['sync']:.4f}")
     means = {name: statistics.fmean(row[name] for row in rows) for name in ("async", "sync")}
     ratio = means["async"] / means["sync"]
     print(f"asyncmesh over synchronous at equal updates: {ratio:.4f}")
-    return {"lr": float(lr), "ratio": round(ratio, 4), "seeds": rows}
+    return {"lr": float(lr), "delay": int(delay), "ratio": round(ratio, 4), "seeds": rows}
 
 
 def time_to_loss(quick: bool) -> dict[str, float]:
