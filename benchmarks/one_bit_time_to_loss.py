@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -72,7 +72,7 @@ class DdpReplica(Replica):
         super().__init__(model, optimizer)
         self.ddp = DistributedDataParallel(model)
         if sixteen:
-            self.ddp.register_comm_hook(None, bf16_compress_hook)
+            self.ddp.register_comm_hook(None, fp16_compress_hook)
         self.module = self.ddp
 
     def accumulating(self, last: bool):  # type: ignore[no-untyped-def]

@@ -1,7 +1,9 @@
 """Counts the collectives that anybody in this process starts.
 
 Import it before those who are to be counted: a library may keep the functions of torch.distributed
-that it found at its own import.
+that it found at its own import. A batch of messages, in which thinwire's wire exchanges payloads
+with all peers, counts as one collective; single isend and irecv cannot be wrapped (torch compares
+them) and are not counted.
 """
 
 from typing import Any
@@ -11,7 +13,7 @@ import torch.distributed as dist
 _COUNTED = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv"),
+    *("reduce_scatter_tensor", "scatter", "send", "recv", "batch_isend_irecv"),
 )
 _calls = 0
 
