@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -30,6 +31,9 @@ from thinwire.optim.stage_settings import StageSettings, spelled_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_CORRECTED = 1e-8  # a bias correction this close to 1 is none in float32
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -94,8 +98,15 @@ class OneBitAdam(OneBitOptimizer):
 
     def _learn_frozen(self, bucket: MomentBucket) -> None:
         if self.whiten:
-            bucket.buffer.mul_(bucket.roots())
-        super()._learn_frozen(bucket)
+            torch.mul(bucket.buffer, bucket.roots(), out=bucket.m)
+        else:
+            super()._learn_frozen(bucket)
+
+    def _direct(self, bucket: MomentBucket, m: Tensor, out: Tensor, step: int) -> Tensor:
+        if not self.whiten or self._owners is not None or not self._frozen(bucket):
+            return super()._direct(bucket, m, out, step)
+        first, _ = self._corrections(bucket, step)  # the buffer holds m in units of steps
+        return out.div_(first) if first < 1 - _CORRECTED else out
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | {"whiten": self.whiten}
