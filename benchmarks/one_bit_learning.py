@@ -4,7 +4,7 @@
     python benchmarks/one_bit_learning.py --tune                the dense methods at several lr
     python benchmarks/one_bit_learning.py --quick               60 steps, 1 seed: under a minute
     python benchmarks/one_bit_learning.py --results FILE        keep each run, skip those kept
-    python benchmarks/one_bit_learning.py --runs one-bit-lamb:freeze_at=24 one-bit-lamb:dense=int4
+    python benchmarks/one_bit_learning.py --runs one-bit-lamb:freeze_at=24 one-bit-adam:whiten=no
 
 Four real workers on loopback train a byte-level model of 0.3M parameters on the Python standard
 library: masked objective, micro-batches of 8 windows of 64 tokens, two to a step and replica, so
@@ -192,7 +192,8 @@ def build(run: str, model: GPT, settings: OptimizerConfig) -> Replica:
     options = method.settings()
     for flag in flags.split(",") if flags else []:
         field, _, value = flag.partition("=")
-        setattr(options, field, type(getattr(options, field))(value))
+        kind = type(getattr(options, field))
+        setattr(options, field, {"yes": True, "no": False}[value] if kind is bool else kind(value))
     method.check(options)
     return method.build(model, build_optimizer(settings, model), options, None)
 

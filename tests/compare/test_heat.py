@@ -148,6 +148,7 @@ class _Uneven(HeatWorker):
         return super().run()
 
 
+@pytest.mark.alone
 def test_the_end_of_a_turn_is_no_meeting(ranks: Ranks, tmp_path: Path, corpus: str) -> None:
     """Those that wait for each other take as long as the slowest, and the others do not."""
     told = heat(tmp_path, settings(corpus), methods=["none", "ddp"])

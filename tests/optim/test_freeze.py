@@ -37,15 +37,25 @@ def test_nothing_is_frozen_before_the_learning_rate_has_peaked_for_a_while() -> 
     assert frozen_at(lambda step: 1.0, 500, warmup=400, noise=0) is None
 
 
+def test_a_fall_that_is_over_by_the_first_chance_holds_nothing_up() -> None:
+    """As a small language model does: level for 45 steps, then a tenth within 40 more."""
+
+    def stream(step: int) -> float:
+        return 5.0 * 0.1 ** min(1.0, max(0.0, (step - 45) / 40))
+
+    assert frozen_at(stream, 600, warmup=20) == LEAST
+
+
 def test_a_short_run_waits_for_the_early_fall() -> None:
-    """As small language models do: level for a while, then a tenth within as many steps more."""
+    """The same fall, later: over at step 190. Not before, and at the latest when both windows, half
+    of all steps, lie behind it."""
 
     def stream(step: int) -> float:
         return 5.0 * 0.1 ** min(1.0, max(0.0, (step - 110) / 80))
 
     found = frozen_at(stream, 600, warmup=20)
     assert found is not None
-    assert 190 <= found <= 0.5 * 600
+    assert 190 <= found <= 300
 
 
 def test_a_level_start_is_not_taken_for_the_end() -> None:

@@ -87,6 +87,17 @@ def test_a_state_in_other_units_is_refused() -> None:
     other = tw.OneBitAdam(weights, freeze_at=1, whiten=False)
     with pytest.raises(ValueError, match=r"saved with whiten=True .* load it as it was saved"):
         other.load_state_dict(optimizer.state_dict())
+    old = copy.deepcopy(optimizer.state_dict())
+    del _holder(old, "whiten")["whiten"]  # as saved before the setting existed: not whitened
+    other.load_state_dict(old)
+    with pytest.raises(ValueError, match="saved with whiten=False"):
+        tw.OneBitAdam(weights, freeze_at=1).load_state_dict(old)
+
+
+def _holder(state: dict[str, Any], key: str) -> dict[str, Any]:
+    """The dict inside a state that has this key."""
+    inside = (v for v in state.values() if isinstance(v, dict))
+    return state if key in state else next(d for d in inside if key in d)
 
 
 def _warm(size: int, steps: int) -> Any:

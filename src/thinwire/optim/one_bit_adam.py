@@ -115,9 +115,11 @@ class OneBitAdam(OneBitOptimizer):
         return super()._kept() | {"whiten": self.whiten}
 
     def _restore(self, kept: State) -> None:
-        if kept["frozen_at"] is not None and kept["whiten"] != self.whiten:
+        whitened = kept.get("whiten", False)  # states from before there was a choice
+        compressed = kept["frozen_at"] is not None and self._owners is None
+        if compressed and whitened != self.whiten:
             raise ValueError(
-                f"OneBitAdam: the state was saved with whiten={kept['whiten']} after the variance "
+                f"OneBitAdam: the state was saved with whiten={whitened} after the variance "
                 "was frozen, and its errors are in those units; load it as it was saved"
             )
         super()._restore(kept)
