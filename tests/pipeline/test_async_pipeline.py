@@ -1,6 +1,7 @@
 """AsyncPipeline on real ranks against the oracle, bit for bit; what it refuses; what it counts."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -232,6 +233,40 @@ def test_replicas_of_a_stage_average_by_a_method(ranks) -> None:
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(mine, answers[stage], strict=True):
             assert torch.equal(ours, theirs), "replicas of a stage stay equal"
+
+
+DELAY, LATE = 5, 0.3
+
+
+def with_a_slow_stage() -> list[float]:
+    """When each update of this rank was done; the last stage of replica 1 is late by LATE seconds
+    in every one."""
+    world = tw.init(timeout=20)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    module = oracle.small_stages(2)[mesh["stage"].get_local_rank()]
+    optimizer = tw.SparseAverage(
+        oracle.adamw(module), fraction=0.5, delay=DELAY, group=mesh["replica"]
+    )
+
+    def update() -> None:
+        if world.rank == 3:
+            time.sleep(LATE)
+        optimizer.step()
+
+    pipe = tw.AsyncPipeline(
+        module, optimizer, group=mesh["stage"], loss=oracle.small_loss, update=update
+    )
+    return [time.time() for _ in pipe.train(oracle.small_batches(12), 12)]
+
+
+@pytest.mark.alone
+def test_a_slow_stage_slows_its_replica_and_others_only_at_the_bounded_lag(ranks) -> None:
+    answers = ranks(4, with_a_slow_stage)
+    for fast, slow in ((answers[0], answers[2]), (answers[1], answers[3])):
+        # the first stage has its gradient before the late update, so it is one update ahead
+        assert fast[DELAY - 1] < slow[2], "it goes on alone"
+        for update in range(DELAY, 12):
+            assert fast[update] > slow[update - DELAY] - LATE / 2, "and waits for what is due"
 
 
 # -- refusals -------------------------------------------------------------------------------------
