@@ -67,9 +67,17 @@ class Browser:
         return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
 
     def theme(self, name: str) -> None:
+        """As if the reader's system were light or dark, once the page has drawn itself so."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._call("POST", "/goog/cdp/execute", command)
+        self.wait_until_drawn(name)
+
+    def wait_until_drawn(self, theme: str) -> None:
+        end = time.monotonic() + 30
+        while self.run("return document.documentElement.dataset.drawn") != theme:
+            assert time.monotonic() < end, f"the page did not draw itself in the {theme} theme"
+            time.sleep(0.05)
 
     def errors(self) -> list[str]:
         """What the page has complained about."""

@@ -53,6 +53,7 @@ def test_the_report_in_a_browser(tmp_path: Path) -> None:
             pictures[theme] = browser.screenshot(tmp_path / f"{theme}.png")
         assert pictures["light"] != pictures["dark"]
         browser.run("document.querySelector('nav button[value=\"1\"]').click()")
+        browser.wait_until_drawn("dark")
         assert next(name for name, there, _ in browser.run(DRAWN) if there) == "time-1"
         wide = browser.run("return document.documentElement.scrollWidth - window.innerWidth")
         assert wide <= 0, "the page must not scroll sideways"
