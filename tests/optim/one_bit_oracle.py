@@ -58,6 +58,21 @@ def split(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [p.view(t.shape) for p, t in zip(pieces, like, strict=True)]
 
 
+def forgotten(squares: list[float], t: int, b2: float) -> float:
+    """v at step t over v at the freeze, if gradients stay as in the last quarter before it."""
+    quarter = squares[-max(1, len(squares) // 4) :]
+    level = sum(quarter) / len(quarter)
+
+    def hat(stream: list[float]) -> float:
+        s = 0.0
+        for square in stream:
+            s = b2 * s + (1 - b2) * square
+        return s / (1 - b2 ** len(stream))
+
+    level = min(level, hat(squares))
+    return min(1.0, hat(squares + [level] * (t - len(squares))) / hat(squares))
+
+
 def adam(
     start: list[Tensor],
     gradient: Gradient,
@@ -69,18 +84,25 @@ def adam(
     lam: float = 0.0,
     correct: bool = True,
     whiten: bool = False,
+    late: bool = False,
+    forget: bool = False,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> list[Tensor]:
-    """1-bit Adam with all tensors in one bucket, in the given order."""
+    """1-bit Adam with all tensors in one bucket, in the given order. If `late`, a step after the
+    freeze uses the momentum of the step before, the first one none, and the last one is taken in
+    the end."""
     x = [t.double() for t in start]
     m, v = torch.zeros_like(flat(x)), torch.zeros_like(flat(x))
     exchange = Exchange(size)
+    waiting = None
+    squares: list[float] = []
     for t in range(1, steps + 1):
         gradients = [flat(gradient(rank, t, x)) for rank in range(size)]
         if t <= freeze_at:
             g = torch.stack(gradients).mean(0)
+            squares.append(float(g.square().sum()))
             m = b1 * m + (1 - b1) * g
             v = b2 * v + (1 - b2) * g * g
             hat = v / (1 - b2**t) if correct else v
@@ -90,8 +112,15 @@ def adam(
             size_of = frozen.sqrt() + eps if whiten else torch.ones_like(frozen)
             m = size_of * exchange.mean([(b1 * m + (1 - b1) * g) / size_of for g in gradients])
             hat = frozen
+            if forget and correct:
+                hat = frozen * forgotten(squares, t, b2)
         u = (m / (1 - b1**t) if correct else m) / (hat.sqrt() + eps)
-        x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]
+        if late and t > freeze_at:
+            waiting, u = u, waiting
+        if u is not None:
+            x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]
+    if waiting is not None:
+        x = [w - lr * (d + lam * w) for w, d in zip(x, split(waiting, x), strict=True)]
     return x
 
 
@@ -112,8 +141,9 @@ def lamb(
     eps: float = 1e-8,
     r_bounds: tuple[float, float] = (0.5, 4.0),
     r_threshold: float = 0.1,
+    late: bool = False,
 ) -> list[Tensor]:
-    """1-bit LAMB with all tensors in one bucket, in the given order."""
+    """1-bit LAMB with all tensors in one bucket, in the given order; `late` as in `adam`."""
     x = [t.double() for t in start]
     m = [torch.zeros_like(t) for t in x]
     v = [torch.zeros_like(t) for t in x]
@@ -121,6 +151,19 @@ def lamb(
     c_avg, r_prev, k = [0.0] * count, [1.0] * count, [1.0] * count
     fresh: list[Tensor] = []
     exchange = Exchange(size)
+    waiting: list[tuple[Tensor, float]] = []
+
+    def move(landed: list[tuple[Tensor, float]]) -> None:
+        for i, (u0, r) in enumerate(landed):
+            u = u0 + lam * x[i]
+            if lam > 0:
+                rho = min(1.0, float(u0.norm() / u.norm()))
+                r = r * rho + 1 - rho
+            r = min(max(r, r_bounds[0]), r_bounds[1])
+            r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
+            r_prev[i] = r
+            x[i] = x[i] - lr * r * c_avg[i] * u
+
     for t in range(1, steps + 1):
         gradients = [gradient(rank, t, x) for rank in range(size)]
         first = 1 - b1**t if correct else 1.0
@@ -151,21 +194,18 @@ def lamb(
             for each in gradients
         ]
         arrived = split(exchange.mean(payloads), x)
+        landed = []
         for i in range(count):
             new = arrived[i] / k[i]
             g = (new - b1 * m[i]) / (1 - b1)
             fresh[i] = b2 * fresh[i] + (1 - b2) * g * g
             m[i] = new
-            u0 = m[i] / first / (v[i].sqrt() + eps)
-            u = u0 + lam * x[i]
-            r = float(((v[i].sqrt() + eps) / (fresh[i].sqrt() + eps)).max())
-            if lam > 0:
-                rho = min(1.0, float(u0.norm() / u.norm()))
-                r = r * rho + 1 - rho
-            r = min(max(r, r_bounds[0]), r_bounds[1])
-            r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
-            r_prev[i] = r
-            x[i] = x[i] - lr * r * c_avg[i] * u
+            ratio = float(((v[i].sqrt() + eps) / (fresh[i].sqrt() + eps)).max())
+            landed.append((m[i] / first / (v[i].sqrt() + eps), ratio))
+        if late:
+            waiting, landed = landed, waiting
+        move(landed)
+    move(waiting)
     return x
 
 
@@ -197,11 +237,13 @@ def sharded(
     owners = [torch.zeros_like(chunk) for chunk in m.split(part)]
     k, fresh = torch.ones_like(m), v
     c_avg, r_prev = [0.0] * len(x), [1.0] * len(x)
+    squares: list[float] = []
     for t in range(1, steps + 1):
         gradients = [flat(gradient(rank, t, x)) for rank in range(size)]
         first, second = (1 - b1**t, 1 - b2**t) if correct else (1.0, 1.0)
         if t <= freeze_at:
             g = torch.stack(gradients).mean(0)
+            squares.append(float(g.square().sum()))
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             d = m / first / ((v / second).sqrt() + eps)
         else:
@@ -213,7 +255,9 @@ def sharded(
             g = torch.stack(sent).mean(0) / k
             m, fresh = b1 * m + (1 - b1) * g, b2 * fresh + (1 - b2) * g * g
             made = []
-            for index, chunk in enumerate((m / first / (v.sqrt() + eps)).split(part)):
+            forget = kind == "adam" and correct
+            phi = forgotten(squares, t, b2) if forget else 1.0
+            for index, chunk in enumerate((m / first / ((phi * v).sqrt() + eps)).split(part)):
                 a = chunk + owners[index]
                 made.append(a if size == 1 else one_bit(a))
                 owners[index] = a - made[-1]

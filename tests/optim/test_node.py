@@ -49,12 +49,14 @@ def adam_oracle(steps: int) -> list[Tensor]:
     m, v = torch.zeros_like(x), torch.zeros_like(x)
     exchanges = [oracle.Exchange(2), oracle.Exchange(2)]
     width = math.ceil(x.numel() / 2)
+    squares: list[float] = []
     for t in range(1, steps + 1):
         now = [split(x, like)[order.index(i)] for i in range(3)]
         each = [flat([gradient(rank, t, now)[i] for i in order]) for rank in range(4)]
         nodes = [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2]
         if t <= FREEZE:
             g = sum(nodes) / 2
+            squares.append(float(g.square().sum()))
             m = 0.9 * m + 0.1 * g
             v = 0.999 * v + 0.001 * g * g
             hat = v / (1 - 0.999**t)
@@ -65,7 +67,7 @@ def adam_oracle(steps: int) -> list[Tensor]:
             payloads = [(0.9 * m + 0.1 * g) / root for g in nodes]
             parts = zip(*(p.split(width) for p in payloads), strict=True)
             m = root * torch.cat([e.mean(list(p)) for e, p in zip(exchanges, parts, strict=True)])
-            hat = frozen
+            hat = frozen * oracle.forgotten(squares, t, 0.999)
         x = x - LR * m / (1 - 0.9**t) / (hat.sqrt() + 1e-8)
     return [split(x, like)[order.index(i)] for i in range(3)]
 

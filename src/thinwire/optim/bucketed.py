@@ -74,8 +74,12 @@ class BucketedOptimizer(Departures[MomentBucket]):
         place = self._ownership()
         return [
             MomentBucket(members, self._parameters, self._groups, **place)
-            for members in arrange(order, self._parameters, kinds, self.bucket_mb)
+            for members in arrange(order, self._parameters, kinds, self.bucket_mb, self._count())
         ]
+
+    def _count(self) -> int:
+        """Of buckets, about, where bucket_mb does not say how large they are."""
+        return 4
 
     def _ownership(self) -> dict[str, int]:
         """Into how many parts the moments are spread, and which is this rank's."""

@@ -76,13 +76,14 @@ def arrange(
     parameters: Sequence[Tensor],
     kinds: Sequence[Hashable],
     bucket_mb: float | None,
+    count: int = 4,
 ) -> list[list[int]]:
     """Parameters in the given order, of one kind and device each, about `bucket_mb` at a time.
 
-    None makes about four of 1 to 25 MB of float32.
+    None makes about `count` of 1 to 25 MB of float32.
     """
     mb = {i: local_part(parameters[i]).numel() * 4 / _MB for i in order}
-    enough = min(25.0, max(1.0, sum(mb.values()) / 4)) if bucket_mb is None else bucket_mb
+    enough = min(25.0, max(1.0, sum(mb.values()) / count)) if bucket_mb is None else bucket_mb
     filling: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index in order:

@@ -145,7 +145,8 @@ class Departures(WireOptimizer, Generic[B]):
         if [len(bucket.indices) for bucket in self.buckets] != list(sizes):
             raise ValueError(
                 f"{type(self).__name__}(bucket_mb={self.bucket_mb}) makes other buckets than the "
-                "state was saved with, whose errors it holds; use the same bucket_mb and groups"
+                "state was saved with, whose errors it holds; load it with the same bucket_mb, "
+                "groups and late"
             )
 
     def _arrangement(self) -> State:

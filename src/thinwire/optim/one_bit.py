@@ -12,13 +12,23 @@ keeps m and v of its own part alone, and the compressed stage is another: owners
 the one-bit momentum is as large as any other's: divided by sqrt(v) it would grow without limit.
 
 [Note: clipping] Dense: by the norm of the mean gradient, as data parallelism does. Compressed: no
-rank knows that norm, so all use sqrt(mean_i ||g_i||²), one number in a reduction of its own. It is
-known only after the whole backward pass, so with `clip` compressed buckets are launched by step().
+rank knows that norm; all estimate it from mean_i ||g_i||², one number in a reduction of its own,
+and from what the two had to do with each other at the last dense steps: norm_ratio.py. It is known
+only after the whole backward pass, so with `clip` compressed buckets are launched by step().
 
 [Note: nodes] With `inside`, gradients are averaged densely inside a node first. Each of its L ranks
 then sends its own Lth of a bucket between the nodes, with the ranks that have the same part there,
 and the parts meet again inside: the traffic between nodes divides by L. Bucket k-1 is passed on
 between the nodes when bucket k is launched, so both wires keep one order on all ranks.
+
+[Note: late] With `late` the step after backward pass t is taken with the momentum of pass t-1. Its
+exchange has a whole step of compute to hide behind, and nothing waits for the last bucket:
+
+    x_(t+1) = x_t - lr m_(t-1) / (sqrt(v) + eps)          a gradient counts one step later
+
+Pass t lands it before its own first bucket leaves, whose payload is made from m_(t-1). The first
+compressed step moves nothing, and finish() takes the last one. What has landed and was not used yet
+is saved as such, so a resumed run goes on as if it had not been stopped.
 
 [Note: skipped steps] A NaN or an infinity on any rank makes the mean of its bucket one on all
 ranks. All buckets have landed before anything is changed: a step is taken everywhere or nowhere.
@@ -40,12 +50,15 @@ from thinwire.optim.departures import State
 from thinwire.optim.freeze import FreezeRule
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.node import Node
+from thinwire.optim.norm_ratio import NormRatio
 from thinwire.optim.owners import Owners
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec, Dense
+from thinwire.wire.scratch import Scratch
 from thinwire.wire.wire import Group
 
 FLOOR = 0.01
+_scratch = Scratch()
 
 
 class OneBitOptimizer(BucketedOptimizer):
@@ -64,6 +77,7 @@ class OneBitOptimizer(BucketedOptimizer):
         group: Group = None,
         inside: Group = None,
         shard_state: bool = False,
+        late: bool = False,
     ) -> None:
         name = type(self).__name__
         if freeze_at is not None:
@@ -76,19 +90,21 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"got {dense!r}"
             )
         if shard_state:
-            self._check_sharding(name, dense, inside)
+            self._check_sharding(name, dense, inside, late)
         super().__init__(params, defaults, bucket_mb=bucket_mb, overlap=overlap, group=group)
-        self.freeze_at, self.clip, self.dense = freeze_at, clip, dense
+        self.freeze_at, self.clip, self.dense, self.late = freeze_at, clip, dense, late
         self.frozen_at: int | None = None
         """The step after which the variance was frozen; None in the warm-up."""
         self.grad_norm = math.nan
         """By which the last step was clipped, see [Note: clipping]; this rank's own without it."""
+        self._ratio = NormRatio()
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
         self._nodes = None if inside is None else Node(inside, f"{name} inside")
         self._waiting: MomentBucket | None = None  # for its mean inside the node
         self._owners = Owners(self.wire, dense) if shard_state else None
         self._factor = 1.0  # on the gradients of this step, before they are compressed
         self._square = 0.0  # of the mean gradient's norm at this step
+        self._away = self._arrived = False  # see [Note: late]: in the air; landed and not yet used
 
     @property
     def compressing(self) -> bool:
@@ -103,12 +119,18 @@ class OneBitOptimizer(BucketedOptimizer):
         if self.compressing:
             self._measure()
         self._launch_rest()
+        spread = self._own_square() if self.clip is not None and not self.compressing else 0.0
+        if self.late and self.compressing:
+            self._away = True
+            self._catch_up()
+            return
+        self._catch_up()  # of a state that was saved with `late`
         if not self._land():
             self.grad_norm = math.nan
             return
         self.steps += 1
         if not self.compressing:
-            self._clip_mean()
+            self._clip_mean(spread)
         self._learn()
         self._move()
         if not self.compressing and self._due():
@@ -117,6 +139,7 @@ class OneBitOptimizer(BucketedOptimizer):
     # -- what travels -----------------------------------------------------------------------------
 
     def _launch(self, bucket: MomentBucket) -> None:
+        self._arrive()
         self._unscaled(bucket.take_gradients())
         if self._factor != 1.0:
             bucket.buffer.mul_(self._factor)
@@ -154,6 +177,28 @@ class OneBitOptimizer(BucketedOptimizer):
             self._nodes.reunite(self.buckets)
         return super()._land()
 
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Lands what left at the step before, see [Note: late]."""
+        if not self._away:
+            return
+        self._away = False
+        if self._land():
+            self.steps += 1
+            self._arrived = True
+            for bucket in self.buckets:
+                self._learn_moments(bucket)
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Takes the step of a momentum that has arrived."""
+        if not self._arrived:
+            return
+        self._arrived = False
+        for bucket in self.buckets:
+            out = _scratch.take(bucket.buffer, "directions")
+            self._move_bucket(bucket, self._direct(bucket, bucket.m, out, self.steps))
+
     def _agreed(self, finite: bool) -> bool:
         """Also finds the norm of the mean gradients, and which parameters still have none."""
         dense = [bucket for bucket in self.buckets if not self._frozen(bucket)]
@@ -176,6 +221,10 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _frozen(self, bucket: MomentBucket) -> bool:
         return self.compressing and bucket.compress
+
+    def _count(self) -> int:
+        """Nothing waits for the last bucket if `late`: then fewer ones disturb the compute less."""
+        return 2 if self.late and self.compressing else 4
 
     def _overlaps(self) -> bool:
         return self.overlap and not (self.compressing and self.clip is not None)
@@ -208,20 +257,29 @@ class OneBitOptimizer(BucketedOptimizer):
     def _learn(self) -> None:
         """m, v and, into the buffers of all ranks, the directions m̂ / (sqrt(v̂) + eps)."""
         for bucket in self.buckets:
-            if not self._frozen(bucket):
-                self._average_moments(bucket)
-            elif self._owners is None:
-                self._learn_frozen(bucket)
-            else:
-                continue  # its owners have done it on the way
-            self._direct(bucket, bucket.m, bucket.mine, self.steps)
+            if self._owners is None or not self._frozen(bucket):  # its owners did it on the way
+                self._learn_moments(bucket)
+                self._direct_landed(bucket)
         if self._owners is not None:
             self._owners.spread([bucket for bucket in self.buckets if not self._frozen(bucket)])
 
+    def _learn_moments(self, bucket: MomentBucket) -> None:
+        if self._frozen(bucket):
+            self._learn_frozen(bucket)
+        else:
+            self._average_moments(bucket)
+
+    def _direct_landed(self, bucket: MomentBucket) -> None:
+        """The direction into the buffer, right after m was learnt from it."""
+        self._direct(bucket, bucket.m, bucket.mine, self.steps)
+
     def _move(self) -> None:
         for bucket in self.buckets:
-            move = self._move_frozen if self._frozen(bucket) else self._move_dense
-            move(bucket, bucket.views(bucket.buffer))
+            self._move_bucket(bucket, bucket.buffer)
+
+    def _move_bucket(self, bucket: MomentBucket, directions: Tensor) -> None:
+        move = self._move_frozen if self._frozen(bucket) else self._move_dense
+        move(bucket, bucket.views(directions))
 
     def _make_direction(self, step: int, bucket: MomentBucket, mean: Tensor) -> Tensor:
         """An owner's d from the mean gradient of its part; see owners.py."""
@@ -264,28 +322,34 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- clipping ---------------------------------------------------------------------------------
 
-    def _measure(self) -> None:
-        """The norm of this step's gradients before they are compressed, and what it asks for."""
+    def _own_square(self) -> float:
+        """The squared norm of this rank's gradients; with `clip` the mean of all ranks'."""
         scale = 1.0 if self._scale is None else float(self._scale)
         square = squared_norm([p.grad for p in self._parameters if p.grad is not None]) / scale**2
-        self._factor = 1.0
         if self.clip is None:
-            self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
-            return
+            return square
         total, count = square, self.wire.size
         if self._nodes is not None:
             total = self._nodes.wire.agree([total], "sum")[0]
             count *= self._nodes.wire.size
-        total = self.wire.agree([total], "sum")[0]
-        self.grad_norm = math.sqrt(total / count) if total >= 0 else math.nan
+        return self.wire.agree([total], "sum")[0] / count
+
+    def _measure(self) -> None:
+        """The norm of this step's gradients before they are compressed, and what it asks for."""
+        square = self._own_square() * (1.0 if self.clip is None else self._ratio.rho)
+        self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
+        self._factor = 1.0
         # One that is not finite scales nothing: all ranks will find the payloads so, and skip.
-        if self.clip < self.grad_norm < math.inf:
+        if self.clip is not None and self.clip < self.grad_norm < math.inf:
             self._factor = self.clip / self.grad_norm
 
-    def _clip_mean(self) -> None:
-        """Clips the mean gradients in the buffers."""
+    def _clip_mean(self, spread: float) -> None:
+        """Clips the mean gradients in the buffers; `spread` is mean_i ||g_i||²."""
         self.grad_norm = math.sqrt(self._square)
-        if self.clip is not None and self.grad_norm > self.clip:
+        if self.clip is None:
+            return
+        self._ratio.observe(self._square, spread)
+        if self.grad_norm > self.clip:
             for bucket in self.buckets:
                 bucket.mine.mul_(self.clip / self.grad_norm)
 
@@ -298,7 +362,8 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _freeze(self) -> None:
         self.frozen_at = self.steps
-        if self._idle:  # they would get their share of the one-bit noise, and no gradient
+        # Without a gradient they would get their share of the noise. `late` has larger buckets.
+        if self._idle or self.late:
             self._arrange([i for b in self.buckets for i in b.indices if i not in self._idle])
         for bucket in self.buckets:
             if bucket.compress:
@@ -319,6 +384,8 @@ class OneBitOptimizer(BucketedOptimizer):
                 )
 
     def finish(self) -> None:
+        self._arrive()
+        self._catch_up()
         if self.freeze_at is not None and not self.compressing:
             warnings.warn(
                 f"{type(self).__name__}(freeze_at={self.freeze_at}): the run ended after "
@@ -340,7 +407,12 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- shards -----------------------------------------------------------------------------------
 
-    def _check_sharding(self, name: str, dense: Codec | None, inside: Group) -> None:
+    def _check_sharding(self, name: str, dense: Codec | None, inside: Group, late: bool) -> None:
+        if late:
+            raise ValueError(
+                f"{name}(shard_state=True, late=True): with shards directions travel, which leave "
+                "no momentum to wait with; leave one of the two out"
+            )
         if dense is not None and not isinstance(dense, Dense):
             raise ValueError(
                 f"{name}(shard_state=True) sends directions in the form of `dense`, which must not "
@@ -358,7 +430,8 @@ class OneBitOptimizer(BucketedOptimizer):
         return {"size": self.wire.size, "rank": self.wire.rank}
 
     def _whole_entries(self) -> dict[int, dict[str, Tensor]]:
-        """With shards a collective: all ranks call it, and get the same."""
+        """With shards, or nodes and `late`, a collective: all ranks call it, and get the same."""
+        self._arrive()
         entries = super()._whole_entries()
         if self._owners is None:
             return entries
@@ -392,6 +465,7 @@ class OneBitOptimizer(BucketedOptimizer):
             "clip": self.clip,
             "dense": repr(self.dense),
             "shard_state": self._owners is not None,
+            "late": self.late,
         }
         return super()._settings() | own
 
@@ -400,6 +474,8 @@ class OneBitOptimizer(BucketedOptimizer):
             "frozen_at": self.frozen_at,
             "sharded": self._owners is not None,
             "rule": self._rule.state_dict(),
+            "ratio": self._ratio.state_dict(),
+            "arrived": self._arrived,
         }
 
     def _restore(self, kept: State) -> None:
@@ -411,7 +487,9 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"shard_state={not sharded}; load it as it was saved"
             )
         self.frozen_at = kept["frozen_at"]
+        self._away, self._arrived = False, kept.get("arrived", False)
         self._rule.load_state_dict(kept["rule"])
+        self._ratio.load_state_dict(kept.get("ratio", {"dense": []}))
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:

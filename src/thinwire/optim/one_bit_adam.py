@@ -14,10 +14,16 @@ larger still for the former. With w = sqrt(v_frozen) + eps, which does not chang
     m = w · compressed mean of (b1 m + (1-b1) g_i) / w
 
 is the same momentum, rounded where all values are about of one size: in the steps they make.
+
+[Note: forgetting] v_frozen keeps the large gradients of the first steps, which AdamW's v forgets.
+With phi_t, one number that says how v would have gone on (variance_level.py), the step is
+
+    x = x - lr (m̂ / (sqrt(phi_t) (sqrt(v_frozen) + eps)) + lam x)
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +34,10 @@ from thinwire.optim.departures import State
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.optim.stage_settings import StageSettings, spelled_out
+from thinwire.optim.variance_level import VarianceLevel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-_CORRECTED = 1e-8  # a bias correction this close to 1 is none in float32
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -47,6 +51,9 @@ class OneBitAdam(OneBitOptimizer):
         bias_correction: m̂ and v̂ as in AdamW. Without it the first 1/(1-b2) steps are long ones.
         whiten: round the momentum in units of the steps it makes, see [Note: whitening]. False
             rounds it as it is, as published. No effect with shard_state, where steps travel anyhow.
+        forget: let the frozen variance forget the large gradients of the first steps, see
+            [Note: forgetting]. False keeps it as it is, as published. No effect without
+            bias_correction.
         freeze_at: number of dense steps. Set it when the automatic rule freezes too late for your
             traffic, or so early that the loss falls behind AdamW's: 15 % of the run is usual.
         clip: largest norm of the gradient of all replicas. Compressed buckets then leave only after
@@ -64,6 +71,9 @@ class OneBitAdam(OneBitOptimizer):
         shard_state: every rank keeps m and v of its own part of the values alone, 1/n of them, at
             the same traffic. For models whose state does not fit. In the one-bit stage this is
             another method than the paper's: owners.py has the equations.
+        late: take every step of the one-bit stage with the momentum of the step before, so that
+            its exchange hides behind a whole step of compute: for links with a long delay, or when
+            workers wait for each other. Gradients then count one step later.
     """
 
     @spelled_out(OneBitOptimizer, StageSettings)
@@ -77,19 +87,30 @@ class OneBitAdam(OneBitOptimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
         whiten: bool = True,
+        forget: bool = True,
         **stages: Unpack[StageSettings],
     ) -> None:
-        self.whiten = whiten
+        self.whiten, self.forget = whiten, forget
+        self._paces: dict[int, float] = {}  # on the directions in a bucket's buffer, by its id
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
+        known = sorted({group["betas"][1] for group in self.param_groups})
+        self._levels = {b2: VarianceLevel(b2) for b2 in known}
 
     def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
+        pace = self._paces.pop(id(bucket), 1.0)
         for at, x, group in self._used(bucket):
             lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])
-            x.sub_(directions[at], alpha=lr)
+            x.sub_(directions[at], alpha=lr * pace)
 
     _move_frozen = _move_dense
+
+    def _clip_mean(self, spread: float) -> None:
+        super()._clip_mean(spread)
+        norm = self.grad_norm if self.clip is None else min(self.grad_norm, self.clip)
+        for level in self._levels.values():
+            level.observe(norm**2)
 
     def _payload(self, bucket: MomentBucket) -> None:
         super()._payload(bucket)
@@ -102,17 +123,24 @@ class OneBitAdam(OneBitOptimizer):
         else:
             super()._learn_frozen(bucket)
 
-    def _direct(self, bucket: MomentBucket, m: Tensor, out: Tensor, step: int) -> Tensor:
-        if not self.whiten or self._owners is not None or not self._frozen(bucket):
-            return super()._direct(bucket, m, out, step)
-        first, _ = self._corrections(bucket, step)  # the buffer holds m in units of steps
-        return out.div_(first) if first < 1 - _CORRECTED else out
+    def _direct_landed(self, bucket: MomentBucket) -> None:
+        if self.whiten and self._frozen(bucket):  # the buffer holds m in units of steps
+            self._paces[id(bucket)] = 1 / self._corrections(bucket, self.steps)[0]
+        else:
+            super()._direct_landed(bucket)
+
+    def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
+        first, second = super()._corrections(bucket, step)
+        if self.forget and self._frozen(bucket) and bucket.groups[0]["bias_correction"]:
+            first *= math.sqrt(self._levels[bucket.betas[1]].factor(step))
+        return first, second
 
     def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {"whiten": self.whiten}
+        return super()._settings() | {"whiten": self.whiten, "forget": self.forget}
 
     def _kept(self) -> State:
-        return super()._kept() | {"whiten": self.whiten}
+        levels = [level.state_dict() for level in self._levels.values()]
+        return super()._kept() | {"whiten": self.whiten, "levels": levels}
 
     def _restore(self, kept: State) -> None:
         whitened = kept.get("whiten", False)  # states from before there was a choice
@@ -123,3 +151,5 @@ class OneBitAdam(OneBitOptimizer):
                 "was frozen, and its errors are in those units; load it as it was saved"
             )
         super()._restore(kept)
+        for level, saved in zip(self._levels.values(), kept.get("levels", []), strict=False):
+            level.load_state_dict(saved)

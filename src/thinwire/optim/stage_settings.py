@@ -33,6 +33,7 @@ class StageSettings(CommonStageSettings, total=False):
 
     inside: Group
     shard_state: bool
+    late: bool
 
 
 def spelled_out(base: type, settings: type) -> Callable[[Init], Init]:

@@ -73,7 +73,7 @@ class ZeroOneAdam(OneBitOptimizer):
         longest: int = 16,
         **stages: Unpack[CommonStageSettings],
     ) -> None:
-        for name in ("inside", "shard_state"):
+        for name in ("inside", "shard_state", "late"):
             if name in stages:
                 raise ValueError(
                     f"ZeroOneAdam({name}=...): its replicas take steps of their own, for which "
@@ -117,12 +117,13 @@ class ZeroOneAdam(OneBitOptimizer):
         if not refreshing:
             self._measure()
         self._launch_rest()
+        spread = self._own_square() if refreshing and self.clip is not None else 0.0
         if not self._land():
             self.grad_norm = math.nan
             return
         self.steps += 1
         if refreshing:
-            self._clip_mean()
+            self._clip_mean(spread)
         for bucket in self.buckets:
             self._update(bucket, refreshing)
         if refreshing:

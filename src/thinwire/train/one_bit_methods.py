@@ -63,6 +63,9 @@ class SameStepSettings(OneBitSettings):
     shard_state: bool = False
     """Keep on every worker only its share of the moments, at the same traffic, for models whose
     state does not fit. The one-bit stage is then another method: see docs/methods/one-bit.md."""
+    late: bool = False
+    """Take the steps of the one-bit stage with the momentum of the step before, whose exchange then
+    hides behind a whole step of compute. For links with a long delay."""
 
 
 @dataclass
@@ -72,6 +75,9 @@ class OneBitAdamSettings(SameStepSettings):
     whiten: bool = True
     """Round the momentum in units of the steps it makes; --no-whiten rounds it as it is, as
     published."""
+    forget: bool = True
+    """Let the frozen variance forget the large gradients of the first steps; --no-forget keeps it
+    as it is, as published."""
 
 
 @dataclass
@@ -109,8 +115,10 @@ def build_adam(
     return OneBitAdam(
         _groups(inner, "one-bit-adam"),
         whiten=settings.whiten,
+        forget=settings.forget,
         group=group,
         shard_state=settings.shard_state,
+        late=settings.late,
         **_shared(settings),
     )
 
@@ -124,6 +132,7 @@ def build_one_bit_lamb(
         factor_threshold=settings.factor_threshold,
         group=group,
         shard_state=settings.shard_state,
+        late=settings.late,
         **_shared(settings),
     )
 

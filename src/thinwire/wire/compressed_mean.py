@@ -19,7 +19,6 @@ A rank sends n - 1 payloads of N values, and nothing is lost by encoding the mea
 ranks decode the same bytes and add in rank order, so they hold the same bits.
 """
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -30,6 +29,7 @@ from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.codecs.base import Split
 from thinwire.wire.phase import Phase
+from thinwire.wire.scratch import Scratch
 
 _SECOND = 1  # the tag of second phases: they need no place in the order of the first ones
 Owner = Callable[[Tensor], Tensor]
@@ -127,18 +127,4 @@ def _add_up(
     return out.div_(payloads.shape[0])
 
 
-class _Scratch(threading.local):
-    """Buffers that all means of one thread use in turn. New ones would be new pages from the kernel
-    for every bucket of every step, which costs several times what is done with them."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
-
-    def take(self, like: Tensor, use: str) -> Tensor:
-        key = use, like.device, like.dtype
-        if key not in self._held or self._held[key].numel() < like.numel():
-            self._held[key] = torch.empty_like(like)
-        return self._held[key][: like.numel()]
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
