@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import math
 import statistics
 import warnings
@@ -15,6 +16,7 @@ import thinwire as tw
 from tests.conftest import Ranks
 from tests.optim import one_bit_oracle as oracle
 from tests.optim.one_bit_oracle import SHAPES
+from thinwire.optim.variance_level import VarianceLevel
 from thinwire.wire.codecs import Dense
 
 LR = 0.02
@@ -79,6 +81,51 @@ def test_whitening_keeps_small_gradients_from_the_noise_of_large_ones(ranks: Ran
     assert abs(whitened) < 0.5 * plain
 
 
+def _late_steps(build: Any) -> float:
+    """How far steps go long after the freeze, with gradients five times larger at first."""
+    x = nn.Parameter(torch.zeros(200))
+    optimizer = build([x])
+    generator = torch.Generator().manual_seed(0)
+    length = 0.0
+    for step in range(800):
+        before = x.detach().clone()
+        x.grad = torch.randn(200, generator=generator) * (5.0 if step < 50 else 1.0)
+        optimizer.step()
+        length += float((x.detach() - before).norm()) if step >= 700 else 0.0
+    return length
+
+
+def test_a_frozen_variance_forgets_the_first_gradients_as_adamws_does() -> None:
+    """Kept as it was, it makes steps half as long for the rest of the run."""
+    adamw = _late_steps(lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0))
+    kept, forgotten = (
+        _late_steps(lambda p, f=f: tw.OneBitAdam(p, lr=1e-3, freeze_at=200, forget=f))
+        for f in (False, True)
+    )
+    assert kept < 0.7 * adamw
+    assert forgotten == pytest.approx(adamw, rel=0.05)
+
+
+def test_the_level_never_rises_and_is_saved() -> None:
+    level = VarianceLevel(0.99)
+    for step in range(100):
+        level.observe(1.0 if step < 90 else 50.0)
+    assert level.factor(101) == level.factor(10_000) == 1.0
+    level = VarianceLevel(0.99)
+    assert level.factor(5) == 1.0, "nothing seen"
+    squares = [100.0] * 20 + [1.0] * 80
+    for square in squares:
+        level.observe(square)
+    other = VarianceLevel(0.99)
+    other.load_state_dict(level.state_dict())
+    factors = [level.factor(step) for step in range(101, 2000)]
+    assert factors == [other.factor(step) for step in range(101, 2000)]
+    assert all(a >= b for a, b in itertools.pairwise(factors))
+    weights = [0.99**age for age in range(99, -1, -1)]
+    seen = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights)
+    assert factors[-1] == pytest.approx(1 / seen)
+
+
 def test_a_state_in_other_units_is_refused() -> None:
     weights = [nn.Parameter(torch.ones(3))]
     optimizer = tw.OneBitAdam(weights, freeze_at=1)
@@ -89,7 +136,8 @@ def test_a_state_in_other_units_is_refused() -> None:
     with pytest.raises(ValueError, match=r"saved with whiten=True .* load it as it was saved"):
         other.load_state_dict(optimizer.state_dict())
     old = copy.deepcopy(optimizer.state_dict())
-    del _holder(old, "whiten")["whiten"]  # as saved before the setting existed: not whitened
+    for name in ("whiten", "levels", "ratio", "arrived"):  # as saved before these existed
+        del _holder(old, name)[name]
     other.load_state_dict(old)
     with pytest.raises(ValueError, match="saved with whiten=False"):
         tw.OneBitAdam(weights, freeze_at=1).load_state_dict(old)

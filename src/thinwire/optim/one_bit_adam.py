@@ -131,8 +131,9 @@ class OneBitAdam(OneBitOptimizer):
 
     def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
         first, second = super()._corrections(bucket, step)
-        if self.forget and self._frozen(bucket) and bucket.groups[0]["bias_correction"]:
-            first *= math.sqrt(self._levels[bucket.betas[1]].factor(step))
+        level = self._levels.get(bucket.betas[1]) if self.forget else None
+        if level is not None and self._frozen(bucket) and bucket.groups[0]["bias_correction"]:
+            first *= math.sqrt(level.factor(step))
         return first, second
 
     def _settings(self) -> dict[str, Any]:
@@ -151,5 +152,7 @@ class OneBitAdam(OneBitOptimizer):
                 "was frozen, and its errors are in those units; load it as it was saved"
             )
         super()._restore(kept)
-        for level, saved in zip(self._levels.values(), kept.get("levels", []), strict=False):
+        self._levels = {}  # none in states from before there was forgetting: v stays as it is
+        for saved in kept.get("levels", []):
+            level = self._levels[saved["beta2"]] = VarianceLevel(saved["beta2"])
             level.load_state_dict(saved)

@@ -45,7 +45,8 @@ class VarianceLevel:
         return min(1.0, max(FLOOR, now / at_freeze))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sum": self._sum, "steps": self._steps, "latest": list(self._latest)}
+        seen = {"sum": self._sum, "steps": self._steps, "latest": list(self._latest)}
+        return {"beta2": self._b2} | seen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sum, self._steps = state["sum"], state["steps"]
