@@ -3,6 +3,7 @@
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tests.hosts import on_hosts
 from tests.optim import one_bit_oracle as oracle
 from tests.optim.one_bit_oracle import SHAPES
 from thinwire.lab import Link
+from thinwire.optim.mean_norm import shortening
+from thinwire.optim.one_bit import OneBitOptimizer
 from thinwire.wire.agreement import digest
 
 LR, FREEZE, STEPS = 0.02, 6, 10
@@ -165,6 +168,21 @@ def test_overlap_changes_when_and_not_what(
     assert len({*during, *after}) == 1
 
 
+def waiting_for_the_norm(dense: bool) -> bytes:
+    def measure(self: Any) -> None:
+        self._factor = shortening(self._norms.estimate(self._spread()), self.clip)
+
+    with mock.patch.object(OneBitOptimizer, "_measure", measure):
+        return with_backward(True, False, dense, 0.5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_norm_on_its_way_changes_when_and_not_what(ranks: Ranks, dense: bool) -> None:
+    waited = ranks(2, waiting_for_the_norm, dense)
+    assert {*waited} == {*ranks(2, with_backward, True, False, dense, 0.5)}
+    assert {*waited} != {*ranks(2, with_backward, True, False, dense, None)}, "it clips"
+
+
 def test_shards_and_late_are_refused_together() -> None:
     with pytest.raises(ValueError, match=r"shard_state=True, late=True.*leave one of the two out"):
         tw.OneBitAdam([nn.Parameter(torch.zeros(3))], shard_state=True, late=True)
@@ -176,14 +194,14 @@ import time, torch, thinwire as tw
 tw.init()
 control = tw.Wire(name="control")
 waited = []
-for late in (False, True):
+for late, clip in ((False, None), (True, None), (True, 1.0)):
     weights = torch.nn.Parameter(torch.zeros(100_000))
-    optimizer = tw.OneBitAdam([weights], freeze_at=1, late=late)
+    optimizer = tw.OneBitAdam([weights], freeze_at=1, late=late, clip=clip)
     for step in range(8):
         if step == 3:
             control.barrier()
             before = optimizer.account.exposed
-        time.sleep(0.3)  # the compute
+        time.sleep(0.5)  # the compute
         weights.grad = torch.ones(100_000)
         optimizer.step()
     waited.append((optimizer.account.exposed - before) / 5)
@@ -195,6 +213,7 @@ print(json.dumps(waited))
 @pytest.mark.alone
 def test_a_long_delay_is_not_waited_for() -> None:
     """50 ms each way: two phases of data, and what gloo says before it sends, are 200 ms."""
-    for plain, late in on_hosts(WAITING, 2, Link.of("100mbit", delay="50ms")):
+    for plain, late, clipped in on_hosts(WAITING, 2, Link.of("100mbit", delay="50ms")):
         assert plain > 0.1
         assert late < 0.02
+        assert clipped < 0.02

@@ -136,7 +136,7 @@ def test_a_state_in_other_units_is_refused() -> None:
     with pytest.raises(ValueError, match=r"saved with whiten=True .* load it as it was saved"):
         other.load_state_dict(optimizer.state_dict())
     old = copy.deepcopy(optimizer.state_dict())
-    for name in ("whiten", "levels", "ratio", "arrived"):  # as saved before these existed
+    for name in ("whiten", "levels", "norms", "arrived"):  # as saved before these existed
         del _holder(old, name)[name]
     other.load_state_dict(old)
     with pytest.raises(ValueError, match="saved with whiten=False"):

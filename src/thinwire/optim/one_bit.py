@@ -13,7 +13,7 @@ the one-bit momentum is as large as any other's: divided by sqrt(v) it would gro
 
 [Note: clipping] Dense: by the norm of the mean gradient, as data parallelism does. Compressed: no
 rank knows that norm; all estimate it from mean_i ||g_i||², one number in a reduction of its own,
-and from what the two had to do with each other at the last dense steps: norm_ratio.py. It is known
+and from what the two had to do with each other at the last dense steps: mean_norm.py. It is known
 only after the whole backward pass, so with `clip` compressed buckets are launched by step().
 
 [Note: nodes] With `inside`, gradients are averaged densely inside a node first. Each of its L ranks
@@ -28,7 +28,8 @@ exchange has a whole step of compute to hide behind, and nothing waits for the l
 
 Pass t lands it before its own first bucket leaves, whose payload is made from m_(t-1). The first
 compressed step moves nothing, and finish() takes the last one. What has landed and was not used yet
-is saved as such, so a resumed run goes on as if it had not been stopped.
+is saved as such, so a resumed run goes on as if it had not been stopped. The norm to clip by is not
+waited for either: the payloads are made, in a thread of the wire, when it has arrived.
 
 [Note: skipped steps] A NaN or an infinity on any rank makes the mean of its bucket one on all
 ranks. All buckets have landed before anything is changed: a step is taken everywhere or nowhere.
@@ -48,12 +49,13 @@ from thinwire.optim.bucketed import BucketedOptimizer
 from thinwire.optim.checks import require_count, require_positive
 from thinwire.optim.departures import State
 from thinwire.optim.freeze import FreezeRule
+from thinwire.optim.mean_norm import MeanNorm, shortening
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.node import Node
-from thinwire.optim.norm_ratio import NormRatio
 from thinwire.optim.owners import Owners
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec, Dense
+from thinwire.wire.flight import Flight
 from thinwire.wire.scratch import Scratch
 from thinwire.wire.wire import Group
 
@@ -96,14 +98,16 @@ class OneBitOptimizer(BucketedOptimizer):
         self.frozen_at: int | None = None
         """The step after which the variance was frozen; None in the warm-up."""
         self.grad_norm = math.nan
-        """By which the last step was clipped, see [Note: clipping]; this rank's own without it."""
-        self._ratio = NormRatio()
+        """By which the last step was clipped, see [Note: clipping]; this rank's own without it.
+        With `late` and `clip` that of the step before."""
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
         self._nodes = None if inside is None else Node(inside, f"{name} inside")
+        self._norms = MeanNorm(self.wire, self._nodes)
         self._waiting: MomentBucket | None = None  # for its mean inside the node
         self._owners = Owners(self.wire, dense) if shard_state else None
         self._factor = 1.0  # on the gradients of this step, before they are compressed
         self._square = 0.0  # of the mean gradient's norm at this step
+        self._squares: Flight | None = None  # sum_i ||g_i||² on its way, with `clip` and `late`
         self._away = self._arrived = False  # see [Note: late]: in the air; landed and not yet used
 
     @property
@@ -119,7 +123,7 @@ class OneBitOptimizer(BucketedOptimizer):
         if self.compressing:
             self._measure()
         self._launch_rest()
-        spread = self._own_square() if self.clip is not None and not self.compressing else 0.0
+        spread = 0.0 if self.compressing else self._spread()
         if self.late and self.compressing:
             self._away = True
             self._catch_up()
@@ -162,11 +166,24 @@ class OneBitOptimizer(BucketedOptimizer):
             self._owners.send_bits(bucket, partial(self._make_direction, self.steps + 1))
         elif self._owners is not None:
             self._owners.send_gradients(bucket)
+        elif self._squares is not None:
+            codec = bucket.feedback if self._frozen(bucket) else self.dense
+            prepare = partial(self._make_payload, bucket, self._squares)
+            bucket.flight = self.wire.mean(part, codec, prepare=prepare)
         elif self._frozen(bucket):
             self._payload(bucket)
             bucket.flight = self.wire.mean(part, bucket.feedback)
         else:
             bucket.flight = self.wire.mean(part, self.dense)
+
+    @torch.no_grad()
+    def _make_payload(self, bucket: MomentBucket, squares: Flight) -> None:
+        """In a thread of the wire: what `_launch` leaves undone while the norm is on its way."""
+        factor = shortening(self._norms.polled(squares.peek()), self.clip)
+        if factor != 1.0:
+            bucket.buffer.mul_(factor)
+        if self._frozen(bucket):
+            self._payload(bucket)
 
     def _launch_rest(self) -> None:
         super()._launch_rest()
@@ -183,6 +200,8 @@ class OneBitOptimizer(BucketedOptimizer):
         if not self._away:
             return
         self._away = False
+        if self._squares is not None:
+            self.grad_norm, self._squares = self._norms.polled(self._squares.wait()), None
         if self._land():
             self.steps += 1
             self._arrived = True
@@ -322,33 +341,34 @@ class OneBitOptimizer(BucketedOptimizer):
 
     # -- clipping ---------------------------------------------------------------------------------
 
-    def _own_square(self) -> float:
-        """The squared norm of this rank's gradients; with `clip` the mean of all ranks'."""
+    def _squared_gradients(self) -> float:
+        """||g_i||² of this rank."""
         scale = 1.0 if self._scale is None else float(self._scale)
-        square = squared_norm([p.grad for p in self._parameters if p.grad is not None]) / scale**2
-        if self.clip is None:
-            return square
-        total, count = square, self.wire.size
-        if self._nodes is not None:
-            total = self._nodes.wire.agree([total], "sum")[0]
-            count *= self._nodes.wire.size
-        return self.wire.agree([total], "sum")[0] / count
+        return squared_norm([p.grad for p in self._parameters if p.grad is not None]) / scale**2
+
+    def _spread(self) -> float:
+        """mean_i ||g_i||², where it is needed."""
+        return 0.0 if self.clip is None else self._norms.spread(self._squared_gradients())
 
     def _measure(self) -> None:
         """The norm of this step's gradients before they are compressed, and what it asks for."""
-        square = self._own_square() * (1.0 if self.clip is None else self._ratio.rho)
-        self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
         self._factor = 1.0
-        # One that is not finite scales nothing: all ranks will find the payloads so, and skip.
-        if self.clip is not None and self.clip < self.grad_norm < math.inf:
-            self._factor = self.clip / self.grad_norm
+        if self.clip is None:
+            square = self._squared_gradients()
+            self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
+        elif self.late and self._nodes is None:
+            self._arrive()
+            self._squares = self._norms.poll(self._squared_gradients())
+        else:
+            self.grad_norm = self._norms.estimate(self._spread())
+            self._factor = shortening(self.grad_norm, self.clip)
 
     def _clip_mean(self, spread: float) -> None:
         """Clips the mean gradients in the buffers; `spread` is mean_i ||g_i||²."""
         self.grad_norm = math.sqrt(self._square)
         if self.clip is None:
             return
-        self._ratio.observe(self._square, spread)
+        self._norms.observe(self._square, spread)
         if self.grad_norm > self.clip:
             for bucket in self.buckets:
                 bucket.mine.mul_(self.clip / self.grad_norm)
@@ -474,7 +494,7 @@ class OneBitOptimizer(BucketedOptimizer):
             "frozen_at": self.frozen_at,
             "sharded": self._owners is not None,
             "rule": self._rule.state_dict(),
-            "ratio": self._ratio.state_dict(),
+            "norms": self._norms.state_dict(),
             "arrived": self._arrived,
         }
 
@@ -489,7 +509,7 @@ class OneBitOptimizer(BucketedOptimizer):
         self.frozen_at = kept["frozen_at"]
         self._away, self._arrived = False, kept.get("arrived", False)
         self._rule.load_state_dict(kept["rule"])
-        self._ratio.load_state_dict(kept.get("ratio", {"dense": []}))
+        self._norms.load_state_dict(kept.get("norms", {"dense": []}))
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:

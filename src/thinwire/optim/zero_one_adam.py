@@ -117,7 +117,7 @@ class ZeroOneAdam(OneBitOptimizer):
         if not refreshing:
             self._measure()
         self._launch_rest()
-        spread = self._own_square() if refreshing and self.clip is not None else 0.0
+        spread = self._spread() if refreshing else 0.0
         if not self._land():
             self.grad_norm = math.nan
             return

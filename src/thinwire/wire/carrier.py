@@ -89,16 +89,18 @@ class Carrier:
         peer: int | None = None,
         lane: str = "collective",
         turns: bool = False,
+        prepare: Callable[[], None] | None = None,
     ) -> Flight:
         """`peer` is the other end of a message; without one all ranks of the group take part.
-        `turns`: it may have several phases."""
+        `turns`: it may have several phases. `prepare` is called in the issuing lane, before
+        anything is made of `flat`."""
         flight = Flight(flat, self.account)
         self.account.launched()
         ready = self._payload_ready(flat)
         key = lane if peer is None else f"{lane} {peer}"
         number = self._number() if peer is None else 0
         late = (lambda: self._late(number)) if peer is None else (lambda: self._late_peer(peer))
-        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, late))
+        issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, late, prepare))
         turned = issued
         if turns:
             turned = self._turner.submit(lambda: self._turn(flat, *issued.result(), late))
@@ -116,11 +118,18 @@ class Carrier:
         return [self._issuer, self._turner, *self._landers.values()]
 
     def _issue(
-        self, flat: Tensor, ready: torch.cuda.Event | None, issue: Issue, late: Late
+        self,
+        flat: Tensor,
+        ready: torch.cuda.Event | None,
+        issue: Issue,
+        late: Late,
+        prepare: Callable[[], None] | None,
     ) -> tuple[Phase, Tensor]:
         self._require_whole()
         carrier = collectives.transport_device(flat, self.group, self.world.device)
         with self._in_step(), self._on_stream(flat, carrier, ready):
+            if prepare is not None:
+                prepare()
             buffer = flat.to(carrier)
             phase = issue(buffer)
             self.account.sent(phase.started[1])

@@ -5,6 +5,7 @@ beside the slow links: a mean goes through files in that folder (memory, if it i
 that evaluating a model costs the same at 10 Mbit/s as at 1 Gbit/s, and the links stay free.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,10 +30,16 @@ class Meeting(Wire):
     _means = 0
 
     def mean(
-        self, flat: Tensor, codec: AnyCodec | None = None, *, owner: Owner | None = None
+        self,
+        flat: Tensor,
+        codec: AnyCodec | None = None,
+        *,
+        owner: Owner | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> Flight:
-        if _door is None or codec is not None or owner is not None or self.group is None:
-            return super().mean(flat, codec, owner=owner)
+        plain = codec is None and owner is None and prepare is None
+        if _door is None or not plain or self.group is None:
+            return super().mean(flat, codec, owner=owner, prepare=prepare)
         self._means += 1
         name = f"{self.group.group_name[:16]}-{self._means}"
         files = [_door / f"{name}-{rank}" for rank in range(self.size)]

@@ -76,10 +76,17 @@ class Wire:
     # -- transfers --------------------------------------------------------------------------------
 
     def mean(
-        self, flat: Tensor, codec: AnyCodec | None = None, *, owner: Owner | None = None
+        self,
+        flat: Tensor,
+        codec: AnyCodec | None = None,
+        *,
+        owner: Owner | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> Flight:
         """The mean of `flat` over the ranks, into `flat`, the same bits everywhere.
 
+        `prepare` is called first, in a thread of the wire: it may put into `flat` what depends on
+        an earlier flight of this wire, whose `peek()` it may wait for.
         `owner` is called with the mean of this rank's own part, in a thread of the wire; what it
         returns goes to everybody in place of the mean. The parts are those of `codec`.
         """
@@ -88,18 +95,25 @@ class Wire:
         codec = _checked(codec, flat)
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
+            if prepare is not None:
+                prepare()
             if owner is not None and flat.numel():
                 flat.copy_(owner(flat))
             return Flight(flat, self.account)
         group = carrier.group
         if isinstance(codec, Dense) and codec.summable and owner is None:
-            return carrier.launch(flat, lambda b: transfers.dense_mean(b, codec.dtype, group))
+            return carrier.launch(
+                flat, lambda b: transfers.dense_mean(b, codec.dtype, group), prepare=prepare
+            )
         if isinstance(codec, Feedback):
             # Refused here, where all ranks are at the same call, and not in a lane, where it would
             # depend on what has arrived.
             codec.take_off(flat.numel(), self.size, self.rank)
         flight = carrier.launch(
-            flat, lambda b: transfers.coded_mean(b, codec, group, owner), turns=True
+            flat,
+            lambda b: transfers.coded_mean(b, codec, group, owner),
+            turns=True,
+            prepare=prepare,
         )
         if isinstance(codec, Feedback):
             flight._when_settled(codec.touch_down)
