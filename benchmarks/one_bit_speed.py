@@ -1,7 +1,7 @@
 """How much of the compute's speed the one-bit methods keep once the variance is frozen.
 
     python benchmarks/one_bit_speed.py                2 workers, then 4; 3.2M parameters, 100 Mbit/s
-    python benchmarks/one_bit_speed.py --workers 2    these only: two minutes on a quiet machine
+    python benchmarks/one_bit_speed.py --workers 2    these only: five minutes on a quiet machine
     python benchmarks/one_bit_speed.py --delay 10ms   of the links; 1 ms unless told
     python benchmarks/one_bit_speed.py --quick        2 workers, fewer contenders and repetitions
 
@@ -10,7 +10,8 @@ side_by_side.py). Efficiency is tokens/s over the same loop with no communicatio
 workers; `none, in step` is that loop with a barrier before every update, which sends no data: what
 a method that meets at every step can keep at best where one worker is now and then late. The
 one-bit methods have left their dense warm-up behind before anything is timed. `clip 0` does not
-clip, so their buckets travel during the backward pass; with `clip 1` they wait for its end.
+clip, so their buckets travel during the backward pass; with `clip 1` they wait for its end. `late`
+takes a step with the momentum of the step before, and waits for neither bits nor norm.
 `powersgd` is PyTorch's DDP with its own PowerSGD hook, rank 1, in one bucket, since with more
 it aborts on gloo. Prints a table for each number of workers and as its last line one JSON object:
 {"efficiency": {workers: {method: {"ms_per_step", "efficiency", ...}}}, "target": {method: met}}.
@@ -27,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Build, Contender, compete, in_lab, method, show  # isort: skip
+from side_by_side import Contender, compete, in_lab, method, show  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
@@ -59,26 +60,31 @@ def in_step(model: GPT, inner: torch.optim.Optimizer) -> Replica:
 def contenders(quick: bool) -> list[Contender]:
     timed = 4 if quick else 8
 
-    def frozen(label: str, build: Build, clip: float, steps: int = timed) -> Contender:
-        return Contender(label, build, FROZEN + 2, steps, clip=clip)
+    def frozen(name: str, clip: float, late: bool = False) -> Contender:
+        label = f"{name}, {'late, ' if late else ''}clip {clip:.0f}"
+        build = method(name, freeze_at=FROZEN, late=late)
+        return Contender(label, build, FROZEN + 2, timed, clip=clip)
 
-    adam, lamb = method("one-bit-adam", freeze_at=FROZEN), method("one-bit-lamb", freeze_at=FROZEN)
-    zero_one = method("zero-one-adam", freeze_at=FROZEN, longest=1)
-    chosen = [
-        Contender("none", method("none"), 1, timed),
-        Contender("none, in step", in_step, 2, timed),
-        frozen("one-bit-adam, clip 0", adam, 0.0),
-        frozen("one-bit-lamb, clip 0", lamb, 0.0),
-        frozen("one-bit-adam, clip 1", adam, 1.0),
-        frozen("one-bit-lamb, clip 1", lamb, 1.0),
-        frozen("zero-one-adam, every step", zero_one, 0.0),
-        Contender("ddp", method("ddp"), 1, 2 if quick else 4),
-        Contender("powersgd", powersgd, 3, timed),
+    none = Contender("none", method("none"), 1, timed)
+    meeting = Contender("none, in step", in_step, 2, timed)
+    ddp = Contender("ddp", method("ddp"), 1, timed // 2)
+    sketch = Contender("powersgd", powersgd, 3, timed)
+    adam, late = frozen("one-bit-adam", 0.0), frozen("one-bit-adam", 0.0, late=True)
+    if quick:
+        return [none, meeting, adam, late, ddp, sketch]
+    more = [frozen("one-bit-lamb", 0.0), frozen("one-bit-adam", 1.0), frozen("one-bit-lamb", 1.0)]
+    later = [
+        frozen("one-bit-lamb", 0.0, late=True),
+        frozen("one-bit-adam", 1.0, late=True),
+        frozen("one-bit-lamb", 1.0, late=True),
     ]
-    if not quick:
-        often = method("zero-one-adam", freeze_at=FROZEN, double_after=1, longest=4)
-        chosen.insert(6, Contender("zero-one-adam, every 4", often, 8, timed, 4, clip=0.0))
-    return chosen
+    always = method("zero-one-adam", freeze_at=FROZEN, longest=1)
+    often = method("zero-one-adam", freeze_at=FROZEN, double_after=1, longest=4)
+    local = [
+        Contender("zero-one-adam, every 4", often, 8, timed, 4, clip=0.0),
+        Contender("zero-one-adam, every step", always, FROZEN + 2, timed, clip=0.0),
+    ]
+    return [none, meeting, adam, *more, late, *later, *local, ddp, sketch]
 
 
 def worker(repetitions: int, quick: bool) -> None:

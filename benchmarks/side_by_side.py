@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from thinwire.lab import Lab, Link
-from thinwire.optim import LocalUpdates, SparseAverage
+from thinwire.optim import LocalUpdates, OneBitAdam, OneBitLamb, SparseAverage
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import Batches, DataConfig
 from thinwire.train.methods import find_method
@@ -120,6 +120,8 @@ class Contender:
 def _in_air(optimizer: torch.optim.Optimizer) -> list[Flight]:
     if isinstance(optimizer, LocalUpdates):
         return [f.flight for f in optimizer.fragments if f.flight is not None]
+    if isinstance(optimizer, OneBitAdam | OneBitLamb):
+        return [b.flight for b in optimizer.buckets if b.flight is not None]
     return optimizer.flights if isinstance(optimizer, SparseAverage) else []
 
 
