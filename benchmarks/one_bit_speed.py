@@ -1,7 +1,8 @@
 """How much of the compute's speed the one-bit methods keep once the variance is frozen.
 
     python benchmarks/one_bit_speed.py                2 workers, then 4; 3.2M parameters, 100 Mbit/s
-    python benchmarks/one_bit_speed.py --workers 2    these only: five minutes on a quiet machine
+    python benchmarks/one_bit_speed.py --workers 2    these only: nine minutes on a quiet machine
+    python benchmarks/one_bit_speed.py --only late    contenders with this in their name, and `none`
     python benchmarks/one_bit_speed.py --delay 10ms   of the links; 1 ms unless told
     python benchmarks/one_bit_speed.py --quick        2 workers, fewer contenders and repetitions
 
@@ -87,8 +88,8 @@ def contenders(quick: bool) -> list[Contender]:
     return [none, meeting, adam, *more, late, *later, *local, ddp, sketch]
 
 
-def worker(repetitions: int, quick: bool) -> None:
-    given = contenders(quick)
+def worker(repetitions: int, only: str, quick: bool) -> None:
+    given = [c for c in contenders(quick) if c.name == "none" or only in c.name]
     figures = compete(given, repetitions, model=MODEL, batch=BATCH, context=CONTEXT)
     if os.environ["RANK"] == "0":
         print(json.dumps(figures), flush=True)
@@ -99,19 +100,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--workers", type=int, help="this number only")
+    parser.add_argument("--only", default="", help="contenders with this in their name")
     parser.add_argument("--delay", default="1ms")
     given = parser.parse_args()
     efficiency = {}
     for workers in [given.workers or 2] if given.quick or given.workers else [2, 4]:
-        figures = measure(workers, given.delay, given.quick)
+        figures = measure(workers, given.delay, given.only, given.quick)
         efficiency[str(workers)] = figures
         print(f"\n{workers} workers, {MODEL}, {RATE}, {given.delay}")
         show(figures)
     print(json.dumps({"efficiency": efficiency, "target": met(efficiency)}))
 
 
-def measure(workers: int, delay: str, quick: bool) -> dict[str, dict[str, float]]:
-    arguments = ["1", "quick"] if quick else ["4"]
+def measure(workers: int, delay: str, only: str, quick: bool) -> dict[str, dict[str, float]]:
+    arguments = ["1", only, "quick"] if quick else ["4", only]
     figures: dict[str, dict[str, float]]
     figures, _ = in_lab(__file__, arguments, workers, Link.of(RATE, delay=delay))
     return figures
@@ -127,4 +129,7 @@ def met(efficiency: dict[str, dict[str, dict[str, float]]]) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), "quick" in sys.argv) if "RANK" in os.environ else main()
+    if "RANK" in os.environ:
+        worker(int(sys.argv[1]), sys.argv[2], "quick" in sys.argv)
+    else:
+        main()

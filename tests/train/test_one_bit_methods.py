@@ -16,6 +16,11 @@ from thinwire.train.replica import Replica
 from thinwire.wire import world
 
 NAMES = ["one-bit-adam", "one-bit-lamb", "zero-one-adam"]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sharded": {"shard_state": True},
+    "late": {"late": True},
+}
 
 
 def build(name: str, **settings: Any) -> Replica:
@@ -43,9 +48,9 @@ def weights(replica: Replica) -> list[Tensor]:
     return [p.detach().clone() for p in replica.model.parameters()]
 
 
-def saved(name: str, stop: int, end: int, sharded: bool) -> tuple[Any, Any, list[Tensor]]:
+def saved(name: str, stop: int, end: int, kind: str) -> tuple[Any, Any, list[Tensor]]:
     world.init()
-    replica = build(name, freeze_at=4, **({"shard_state": True} if sharded else {}))
+    replica = build(name, freeze_at=4, **KINDS[kind])
     steps(replica, 0, stop)
     shared, private = (
         checkpoint.unflatten({k: v.clone() for k, v in checkpoint.flatten(s).items()})
@@ -57,9 +62,9 @@ def saved(name: str, stop: int, end: int, sharded: bool) -> tuple[Any, Any, list
     return shared, private, weights(replica)
 
 
-def resumed(name: str, states: list[Any], stop: int, end: int, sharded: bool) -> list[Tensor]:
+def resumed(name: str, states: list[Any], stop: int, end: int, kind: str) -> list[Tensor]:
     place = world.init()
-    replica = build(name, freeze_at=4, **({"shard_state": True} if sharded else {}))
+    replica = build(name, freeze_at=4, **KINDS[kind])
     shared, private, _ = states[place.rank % len(states)]
     replica.load_state(shared, private, same_replicas=place.size == len(states))
     steps(replica, stop, end)
@@ -67,26 +72,31 @@ def resumed(name: str, states: list[Any], stop: int, end: int, sharded: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded"), [*((n, False) for n in NAMES), ("one-bit-lamb", True)]
+    ("name", "kind"),
+    [
+        *((n, "plain") for n in NAMES),
+        ("one-bit-lamb", "sharded"),
+        ("one-bit-adam", "late"),
+        ("one-bit-lamb", "late"),
+    ],
 )
 @pytest.mark.parametrize("stop", [2, 6])
-def test_a_resumed_run_goes_on_bit_for_bit(
-    ranks: Ranks, name: str, sharded: bool, stop: int
-) -> None:
-    states = ranks(2, saved, name, stop, 9, sharded)
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, kind: str, stop: int) -> None:
+    states = ranks(2, saved, name, stop, 9, kind)
     for got, (_, _, straight) in zip(
-        ranks(2, resumed, name, states, stop, 9, sharded), states, strict=True
+        ranks(2, resumed, name, states, stop, 9, kind), states, strict=True
     ):
         assert all(map(torch.equal, got, straight))
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("one-bit-lamb", False), ("one-bit-adam", True)])
-def test_a_run_is_resumed_on_another_number_of_replicas(
-    ranks: Ranks, name: str, sharded: bool
-) -> None:
-    states = ranks(2, saved, name, 6, 9, sharded)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("one-bit-lamb", "plain"), ("one-bit-adam", "sharded"), ("one-bit-adam", "late")],
+)
+def test_a_run_is_resumed_on_another_number_of_replicas(ranks: Ranks, name: str, kind: str) -> None:
+    states = ranks(2, saved, name, 6, 9, kind)
     for size in (1, 3):
-        answers = ranks(size, resumed, name, states, 6, 9, sharded)
+        answers = ranks(size, resumed, name, states, 6, 9, kind)
         for got in answers:
             assert all(map(torch.equal, got, answers[0]))
             assert all(bool(w.isfinite().all()) for w in got)
@@ -143,6 +153,7 @@ def test_settings_are_checked_before_anything_starts() -> None:
         (["--max-coefficient", "0.001"], "^--min-coefficient and --max-coefficient takes two"),
         (["--shards", "2"], "keeps each replica whole on one rank"),
         (["--shard-state", "--dense", "int8"], r"shard_state=True\) sends directions in the form"),
+        (["--shard-state", "--late"], "leave one of the two out"),
     ):
         with pytest.raises(UsageError, match=message):
             parse(["--method", "one-bit-lamb", *flags])
