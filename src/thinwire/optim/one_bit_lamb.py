@@ -144,7 +144,10 @@ class OneBitLamb(OneBitOptimizer):
         plain = torch.stack([u.norm() for u in directions])  # ||u0||
         self._add_decay(bucket, directions)
         rho = plain / torch.stack([u.norm() for u in directions])
-        r = self._factors(bucket, self._ratios[id(bucket)], rho)
+        ratios = self._ratios.pop(id(bucket), None)
+        if ratios is None:  # of a momentum that had landed when the state was saved
+            ratios = self._own_ratios(bucket, torch.empty_like(bucket.v))
+        r = self._factors(bucket, ratios, rho)
         self._shift(bucket, directions, r * bucket.scalars["coefficient"])
 
     def _share_ratios(self, buckets: list[MomentBucket]) -> None:
