@@ -1,6 +1,7 @@
 """How much sooner 1-bit LAMB and 1-bit Adam reach the dense method's loss at 100 Mbit/s.
 
-    python benchmarks/one_bit_learning.py --results FILE       the curves: loss by step, 3 seeds
+    python benchmarks/one_bit_learning.py --results FILE       the curves: loss by step, 3 seeds;
+                                             with --runs also one-bit-adam:late=yes and the like
     python benchmarks/one_bit_time_to_loss.py --results FILE   the seconds of a step, and both
     python benchmarks/one_bit_time_to_loss.py --quick          few steps, and no curves
 
@@ -45,8 +46,11 @@ from thinwire.wire.world import World
 RATE, DELAY = "100mbit", "1ms"
 WITHIN = 1.01  # of the dense method's last loss
 FROZEN = 2
-BASELINES = {"one-bit-lamb": ("lamb, ddp", "lamb, ddp 16 bit")} | {
-    "one-bit-adam": ("adamw, ddp", "adamw, ddp 16 bit")
+LATE = ":late=yes"  # at the end of a run's name
+BASELINES = {
+    run: (f"{dense}, ddp", f"{dense}, ddp 16 bit")
+    for name, dense in (("one-bit-lamb", "lamb"), ("one-bit-adam", "adamw"))
+    for run in (name, name + LATE)
 }
 
 
@@ -90,11 +94,13 @@ def dense(lamb: bool, sixteen: bool) -> Build:
 def contenders(timed: int) -> list[Contender]:
     never = 10**6
     chosen: list[Contender] = [Accumulated("none", method("none"), 1, timed)]
-    for name in BASELINES:
-        chosen += [
-            Accumulated(f"{name}, warm-up", method(name, freeze_at=never), 2, timed),
-            Accumulated(f"{name}, compressed", method(name, freeze_at=FROZEN), FROZEN + 2, timed),
-        ]
+    for run in BASELINES:
+        name, late = learning.method_of(run), run.endswith(LATE)
+        if not late:
+            dense_steps = method(name, freeze_at=never)
+            chosen.append(Accumulated(f"{name}, warm-up", dense_steps, 2, timed))
+        build = method(name, freeze_at=FROZEN, late=late)
+        chosen.append(Accumulated(f"{run}, compressed", build, FROZEN + 2, timed))
     for lamb, sixteen in itertools.product((True, False), (False, True)):
         label = f"{'lamb' if lamb else 'adamw'}, ddp{' 16 bit' if sixteen else ''}"
         chosen.append(Accumulated(label, dense(lamb, sixteen), 2, timed))
@@ -156,7 +162,8 @@ def compare(name: str, runs: list[Run], pace: dict[str, float]) -> dict[str, lis
 
 def seconds(run: Run, steps: float, name: str, pace: dict[str, float]) -> float:
     frozen = min(steps, run["frozen_at"] or steps)
-    dense_ms, one_bit_ms = pace[f"{name}, warm-up"], pace[f"{name}, compressed"]
+    dense_ms = pace[f"{learning.method_of(name)}, warm-up"]
+    one_bit_ms = pace[f"{name}, compressed"]
     return (frozen * dense_ms + (steps - frozen) * one_bit_ms) / 1000
 
 
@@ -177,7 +184,7 @@ def show(sooner: dict[str, dict[str, list[float]]]) -> None:
             if ratios:
                 each = ", ".join(f"{ratio:.2f}" if ratio else "never" for ratio in ratios)
                 print(
-                    f"  {name:16} {statistics.median(ratios):.2f}x against {baseline:20} ({each})"
+                    f"  {name:22} {statistics.median(ratios):.2f}x against {baseline:20} ({each})"
                 )
 
 
