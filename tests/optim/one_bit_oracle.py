@@ -91,12 +91,12 @@ def adam(
     eps: float = 1e-8,
 ) -> list[Tensor]:
     """1-bit Adam with all tensors in one bucket, in the given order. If `late`, a step after the
-    freeze uses the momentum of the step before, the first one none, and the last one is taken in
-    the end."""
+    freeze uses the momentum of the step before and goes b1 of it ahead; in the end the last one is
+    used, and nothing is ahead."""
     x = [t.double() for t in start]
     m, v = torch.zeros_like(flat(x)), torch.zeros_like(flat(x))
     exchange = Exchange(size)
-    waiting = None
+    waiting = torch.zeros_like(m)
     squares: list[float] = []
     for t in range(1, steps + 1):
         gradients = [flat(gradient(rank, t, x)) for rank in range(size)]
@@ -108,19 +108,23 @@ def adam(
             hat = v / (1 - b2**t) if correct else v
             if t == freeze_at:
                 frozen = hat.clamp(min=0.01 * float(hat.mean()))
+                if late:
+                    waiting = b1 * m / (1 - b1**t if correct else 1.0) / (frozen.sqrt() + eps)
         else:
+            before = m
             size_of = frozen.sqrt() + eps if whiten else torch.ones_like(frozen)
             m = size_of * exchange.mean([(b1 * m + (1 - b1) * g) / size_of for g in gradients])
             hat = frozen
             if forget and correct:
                 hat = frozen * forgotten(squares, t, b2)
-        u = (m / (1 - b1**t) if correct else m) / (hat.sqrt() + eps)
+        unit = 1 / (hat.sqrt() + eps) / (1 - b1**t if correct else 1.0)
+        u = m * unit
         if late and t > freeze_at:
-            waiting, u = u, waiting
-        if u is not None:
-            x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]
-    if waiting is not None:
-        x = [w - lr * (d + lam * w) for w, d in zip(x, split(waiting, x), strict=True)]
+            waiting, u = ((1 + b1) * m - b1 * before) * unit, waiting
+        x = [w - lr * (d + lam * w) for w, d in zip(x, split(u, x), strict=True)]
+    if late:
+        last = waiting - b1 * m * unit
+        x = [w - lr * (d + lam * w) for w, d in zip(x, split(last, x), strict=True)]
     return x
 
 
@@ -188,6 +192,11 @@ def lamb(
                 moving = [s for s in sizes if s > 0]
                 k = [sum(moving) / len(moving) / s if s > 0 else 1.0 for s in sizes]
                 c_avg = [c / (1 - b3**t) for c in c_avg]
+                if late:
+                    roots = [w.sqrt() + eps for w in v]
+                    waiting = [
+                        (b1 * mm / first / root, 1.0) for mm, root in zip(m, roots, strict=True)
+                    ]
             continue
         payloads = [
             flat([kk * (b1 * mm + (1 - b1) * g) for kk, mm, g in zip(k, m, each, strict=True)])
@@ -199,13 +208,15 @@ def lamb(
             new = arrived[i] / k[i]
             g = (new - b1 * m[i]) / (1 - b1)
             fresh[i] = b2 * fresh[i] + (1 - b2) * g * g
+            used = (1 + b1) * new - b1 * m[i] if late else new
             m[i] = new
             ratio = float(((v[i].sqrt() + eps) / (fresh[i].sqrt() + eps)).max())
-            landed.append((m[i] / first / (v[i].sqrt() + eps), ratio))
+            landed.append((used / first / (v[i].sqrt() + eps), ratio))
         if late:
             waiting, landed = landed, waiting
         move(landed)
-    move(waiting)
+    ahead = [b1 * mm / first / (w.sqrt() + eps) for mm, w in zip(m, v, strict=True)]
+    move([(u - a, ratio) for (u, ratio), a in zip(waiting, ahead, strict=True)] if late else [])
     return x
 
 

@@ -1,4 +1,4 @@
-"""`late`: one-bit steps with the momentum of the step before, on real ranks against the oracles."""
+"""`late`: steps with the momentum of the step before, and ahead; real ranks against the oracles."""
 
 import copy
 import math
@@ -119,7 +119,7 @@ def poisoned(bad: float) -> tuple[int, int, bytes, bool]:
     before = [w.detach().clone() for w in weights]
     m = [bucket.m.clone() for bucket in optimizer.buckets]
     errors = copy.deepcopy([bucket.feedback.worker.error for bucket in optimizer.buckets])
-    optimizer.finish()
+    optimizer.state_dict()  # lands it
     still = all(map(torch.equal, before, weights))
     still &= all(map(torch.equal, m, [bucket.m for bucket in optimizer.buckets]))
     now = [bucket.feedback.worker.error for bucket in optimizer.buckets]

@@ -12,7 +12,7 @@ from thinwire.wire.codecs import ErrorFeedback, OneBit
 from thinwire.wire.compressed_mean import own_slice
 
 # What a tensor of a single value has of every value.
-PER_VALUE = ("exp_avg", "exp_avg_sq", "fresh_sq", "anchor", "update")
+PER_VALUE = ("exp_avg", "exp_avg_sq", "fresh_sq", "anchor", "update", "ahead")
 
 
 class MomentBucket(Bucket):
@@ -55,6 +55,12 @@ class MomentBucket(Bucket):
     @property
     def v(self) -> Tensor:
         return self.moments["exp_avg_sq"]
+
+    @property
+    def ahead(self) -> Tensor:
+        """What the weights move by next, in units of m; see [Note: late] in one_bit.py."""
+        held = self.moments.get("ahead")
+        return self.new_moment("ahead") if held is None else held
 
     @property
     def mine(self) -> Tensor:

@@ -21,15 +21,17 @@ then sends its own Lth of a bucket between the nodes, with the ranks that have t
 and the parts meet again inside: the traffic between nodes divides by L. Bucket k-1 is passed on
 between the nodes when bucket k is launched, so both wires keep one order on all ranks.
 
-[Note: late] With `late` the step after backward pass t is taken with the momentum of pass t-1. Its
-exchange has a whole step of compute to hide behind, and nothing waits for the last bucket:
+[Note: late] With `late` the momentum of backward pass t is used by the step after pass t+1: its
+exchange has a whole step of compute to hide behind, and nothing waits for the last bucket. Most of
+what is on its way is known, m_t = b1 m_(t-1) + (1-b1) g_t, so the weights are kept that far ahead:
 
-    x_(t+1) = x_t - lr m_(t-1) / (sqrt(v) + eps)          a gradient counts one step later
+    X_(t+1) = X_t - lr m_t / w ;   x = X - lr b1 m / w      gradients are those at x ; w = sqrt(v)+eps
+    x = x - lr ((1 + b1) m_t - b1 m_(t-1)) / w              when m_t has landed, on all ranks alike
 
-Pass t lands it before its own first bucket leaves, whose payload is made from m_(t-1). The first
-compressed step moves nothing, and finish() takes the last one. What has landed and was not used yet
-is saved as such, so a resumed run goes on as if it had not been stopped. The norm to clip by is not
-waited for either: the payloads are made, in a thread of the wire, when it has arrived.
+Pass t+1 lands m_t before its own first bucket leaves, whose payload is made from it. finish() takes
+the last step and goes back to X. What has landed and was not used yet is saved as such, so that a
+resumed run goes on as if it had not been stopped. The norm to clip by is not waited for either: the
+payloads are made, in a thread of the wire, when it has arrived.
 
 [Note: skipped steps] A NaN or an infinity on any rank makes the mean of its bucket one on all
 ranks. All buckets have landed before anything is changed: a step is taken everywhere or nowhere.
@@ -108,7 +110,8 @@ class OneBitOptimizer(BucketedOptimizer):
         self._factor = 1.0  # on the gradients of this step, before they are compressed
         self._square = 0.0  # of the mean gradient's norm at this step
         self._squares: Flight | None = None  # sum_i ||g_i||² on its way, with `clip` and `late`
-        self._away = self._arrived = False  # see [Note: late]: in the air; landed and not yet used
+        # See [Note: late]: in the air; landed and not used yet; the weights are ahead.
+        self._away = self._arrived = self._leaning = False
 
     @property
     def compressing(self) -> bool:
@@ -128,7 +131,7 @@ class OneBitOptimizer(BucketedOptimizer):
             self._away = True
             self._catch_up()
             return
-        self._catch_up()  # of a state that was saved with `late`
+        self._stand()  # after a state that was saved with `late`
         if not self._land():
             self.grad_norm = math.nan
             return
@@ -206,17 +209,35 @@ class OneBitOptimizer(BucketedOptimizer):
             self.steps += 1
             self._arrived = True
             for bucket in self.buckets:
+                b1 = bucket.betas[0]
+                torch.mul(bucket.m, -b1 if self._leaning else 0.0, out=bucket.ahead)
                 self._learn_moments(bucket)
+                bucket.ahead.add_(bucket.m, alpha=1 + b1)
 
     @torch.no_grad()
     def _catch_up(self) -> None:
         """Takes the step of a momentum that has arrived."""
         if not self._arrived:
             return
-        self._arrived = False
+        self._arrived, self._leaning = False, True
         for bucket in self.buckets:
             out = _scratch.take(bucket.buffer, "directions")
-            self._move_bucket(bucket, self._direct(bucket, bucket.m, out, self.steps))
+            self._direct(bucket, bucket.ahead, out, self.steps)
+            self._move_bucket(bucket, out)
+
+    @torch.no_grad()
+    def _stand(self) -> None:
+        """Takes the last step, and takes back what the weights are ahead."""
+        self._arrive()
+        if not (self._arrived or self._leaning):
+            return
+        for bucket in self.buckets:
+            if not self._arrived:
+                bucket.ahead.zero_()
+            bucket.ahead.sub_(bucket.m, alpha=bucket.betas[0])
+        self._arrived = True
+        self._catch_up()
+        self._leaning = False
 
     def _agreed(self, finite: bool) -> bool:
         """Also finds the norm of the mean gradients, and which parameters still have none."""
@@ -388,6 +409,9 @@ class OneBitOptimizer(BucketedOptimizer):
         for bucket in self.buckets:
             if bucket.compress:
                 self._freeze_bucket(bucket)
+            if self.late:
+                torch.mul(bucket.m, bucket.betas[0], out=bucket.ahead)
+        self._arrived = self.late
         self._show_state()
 
     def _require_usable_gradients(self) -> None:
@@ -404,8 +428,7 @@ class OneBitOptimizer(BucketedOptimizer):
                 )
 
     def finish(self) -> None:
-        self._arrive()
-        self._catch_up()
+        self._stand()
         if self.freeze_at is not None and not self.compressing:
             warnings.warn(
                 f"{type(self).__name__}(freeze_at={self.freeze_at}): the run ended after "
@@ -496,6 +519,7 @@ class OneBitOptimizer(BucketedOptimizer):
             "rule": self._rule.state_dict(),
             "norms": self._norms.state_dict(),
             "arrived": self._arrived,
+            "leaning": self._leaning,
         }
 
     def _restore(self, kept: State) -> None:
@@ -507,7 +531,8 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"shard_state={not sharded}; load it as it was saved"
             )
         self.frozen_at = kept["frozen_at"]
-        self._away, self._arrived = False, kept.get("arrived", False)
+        self._away = False
+        self._arrived, self._leaning = kept.get("arrived", False), kept.get("leaning", False)
         self._rule.load_state_dict(kept["rule"])
         self._norms.load_state_dict(kept.get("norms", {"dense": []}))
 
