@@ -25,8 +25,8 @@ between the nodes when bucket k is launched, so both wires keep one order on all
 exchange has a whole step of compute to hide behind, and nothing waits for the last bucket. Most of
 what is on its way is known, m_t = b1 m_(t-1) + (1-b1) g_t, so the weights are kept that far ahead:
 
-    X_(t+1) = X_t - lr m_t / w ;   x = X - lr b1 m / w      gradients are those at x ; w = sqrt(v)+eps
-    x = x - lr ((1 + b1) m_t - b1 m_(t-1)) / w              when m_t has landed, on all ranks alike
+    X_(t+1) = X_t - lr m_t / w ;   x = X - lr b1 m / w     gradients are those at x; w = sqrt(v)+eps
+    x = x - lr ((1 + b1) m_t - b1 m_(t-1)) / w             when m_t has landed, on all ranks alike
 
 Pass t+1 lands m_t before its own first bucket leaves, whose payload is made from it. finish() takes
 the last step and goes back to X. What has landed and was not used yet is saved as such, so that a
