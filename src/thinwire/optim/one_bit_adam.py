@@ -71,9 +71,9 @@ class OneBitAdam(OneBitOptimizer):
         shard_state: every rank keeps m and v of its own part of the values alone, 1/n of them, at
             the same traffic. For models whose state does not fit. In the one-bit stage this is
             another method than the paper's: owners.py has the equations.
-        late: take every step of the one-bit stage with the momentum of the step before, so that
-            its exchange hides behind a whole step of compute: for links with a long delay, or when
-            workers wait for each other. Gradients then count one step later.
+        late: in the one-bit stage use a momentum one step later, so that its exchange hides behind
+            a whole step of compute: for links with a long delay, or when workers wait for each
+            other. One more float a value; call finish() at the end. [Note: late] in one_bit.py.
     """
 
     @spelled_out(OneBitOptimizer, StageSettings)

@@ -64,8 +64,8 @@ class SameStepSettings(OneBitSettings):
     """Keep on every worker only its share of the moments, at the same traffic, for models whose
     state does not fit. The one-bit stage is then another method: see docs/methods/one-bit.md."""
     late: bool = False
-    """Take the steps of the one-bit stage with the momentum of the step before, whose exchange then
-    hides behind a whole step of compute. For links with a long delay."""
+    """Use a momentum of the one-bit stage one step later, so that its exchange hides behind a whole
+    step of compute. For links with a long delay."""
 
 
 @dataclass
