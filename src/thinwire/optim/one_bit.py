@@ -171,7 +171,7 @@ class OneBitOptimizer(BucketedOptimizer):
             self._owners.send_gradients(bucket)
         elif self._squares is not None:
             codec = bucket.feedback if self._frozen(bucket) else self.dense
-            prepare = partial(self._make_payload, bucket, self._squares)
+            prepare = partial(self._make_payload, bucket, self._squares, self.clip)
             bucket.flight = self.wire.mean(part, codec, prepare=prepare)
         elif self._frozen(bucket):
             self._payload(bucket)
@@ -180,9 +180,9 @@ class OneBitOptimizer(BucketedOptimizer):
             bucket.flight = self.wire.mean(part, self.dense)
 
     @torch.no_grad()
-    def _make_payload(self, bucket: MomentBucket, squares: Flight) -> None:
+    def _make_payload(self, bucket: MomentBucket, squares: Flight, clip: float | None) -> None:
         """In a thread of the wire: what `_launch` leaves undone while the norm is on its way."""
-        factor = shortening(self._norms.polled(squares.peek()), self.clip)
+        factor = shortening(self._norms.polled(squares.peek()), clip)
         if factor != 1.0:
             bucket.buffer.mul_(factor)
         if self._frozen(bucket):
