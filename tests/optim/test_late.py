@@ -157,8 +157,10 @@ def with_backward(overlap: bool, nodes: bool, dense: bool, clip: float | None) -
     return digest(net.parameters())
 
 
-@pytest.mark.parametrize(("nodes", "dense"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("nodes", "dense", "clip"),
+    [(False, False, None), (False, True, 0.5), (True, False, None), (True, False, 0.5)],
+)
 def test_overlap_changes_when_and_not_what(
     ranks: Ranks, nodes: bool, dense: bool, clip: float | None
 ) -> None:
