@@ -128,6 +128,24 @@ def adam(
     return x
 
 
+def factor(
+    u0: Tensor,
+    u: Tensor,
+    ratio: float,
+    lam: float,
+    before: float,
+    bounds: tuple[float, float],
+    threshold: float,
+) -> float:
+    """1-bit LAMB's r of a tensor, from the ratio of its variances and the r of the step before."""
+    r = ratio
+    if lam > 0:
+        rho = min(1.0, float(u0.norm() / u.norm()))
+        r = r * rho + 1 - rho
+    r = min(max(r, bounds[0]), bounds[1])
+    return min(max(r, before * (1 - threshold)), before * (1 + threshold))
+
+
 def lamb(
     start: list[Tensor],
     gradient: Gradient,
@@ -158,15 +176,10 @@ def lamb(
     waiting: list[tuple[Tensor, float]] = []
 
     def move(landed: list[tuple[Tensor, float]]) -> None:
-        for i, (u0, r) in enumerate(landed):
+        for i, (u0, ratio) in enumerate(landed):
             u = u0 + lam * x[i]
-            if lam > 0:
-                rho = min(1.0, float(u0.norm() / u.norm()))
-                r = r * rho + 1 - rho
-            r = min(max(r, r_bounds[0]), r_bounds[1])
-            r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
-            r_prev[i] = r
-            x[i] = x[i] - lr * r * c_avg[i] * u
+            r_prev[i] = factor(u0, u, ratio, lam, r_prev[i], r_bounds, r_threshold)
+            x[i] = x[i] - lr * r_prev[i] * c_avg[i] * u
 
     for t in range(1, steps + 1):
         gradients = [gradient(rank, t, x) for rank in range(size)]
@@ -285,14 +298,9 @@ def sharded(
         else:
             ratios = split((v.sqrt() + eps) / (fresh.sqrt() + eps), x)
             for i, (w, u0) in enumerate(list(tensors)):
-                u, r = u0 + lam * w, float(ratios[i].max())
-                if lam > 0:
-                    rho = min(1.0, float(u0.norm() / u.norm()))
-                    r = r * rho + 1 - rho
-                r = min(max(r, r_bounds[0]), r_bounds[1])
-                r = min(max(r, r_prev[i] * (1 - r_threshold)), r_prev[i] * (1 + r_threshold))
-                r_prev[i] = r
-                x[i] = w - lr * r * c_avg[i] * u
+                u, ratio = u0 + lam * w, float(ratios[i].max())
+                r_prev[i] = factor(u0, u, ratio, lam, r_prev[i], r_bounds, r_threshold)
+                x[i] = w - lr * r_prev[i] * c_avg[i] * u
         if t == freeze_at:
             v = v / second
             sizes = [float(w.mean()) ** 0.5 for w in split(v, x)]
