@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.freeze import FreezeRule
-from thinwire.optim.one_bit import FLOOR
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import IGNORED, Batches, DataConfig, validation_batches
 from thinwire.train.models import GPT, ModelConfig, build_model
 from thinwire.train.optimizers import OptimizerConfig, learning_rate
 
 REPLICAS, BATCH, CONTEXT, EPS, DECAY = 2, 8, 64, 1e-8, 0.01
+FLOOR = 0.01  # the optimizers' default
 SHARES = (0.05, 0.1, 0.2, 0.4)
 
 # -- streams --------------------------------------------------------------------------------------
@@ -200,7 +200,9 @@ class Run:
     def freeze(self, state: State) -> State:
         state = copy.deepcopy(state)
         hat = state.v / (1 - self.given.beta2**state.step)
-        state.frozen = hat.clamp(min=FLOOR * float(hat.mean())).sqrt() + EPS
+        tensors = hat.split([p.numel() for p in self.parameters])
+        floored = [v.clamp(min=FLOOR * float(v.mean())) for v in tensors]
+        state.frozen = torch.cat(floored).sqrt() + EPS
         state.errors = [torch.zeros_like(state.x) for _ in range(REPLICAS + 1)]
         return state
 

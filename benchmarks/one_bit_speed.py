@@ -80,7 +80,7 @@ def contenders(quick: bool) -> list[Contender]:
         frozen("one-bit-lamb", 1.0, late=True),
     ]
     always = method("zero-one-adam", freeze_at=FROZEN, longest=1)
-    often = method("zero-one-adam", freeze_at=FROZEN, double_after=1, longest=4)
+    often = method("zero-one-adam", freeze_at=FROZEN, local_double_after=1, longest=4)
     local = [
         Contender("zero-one-adam, every 4", often, 8, timed, 4, clip=0.0),
         Contender("zero-one-adam, every step", always, FROZEN + 2, timed, clip=0.0),

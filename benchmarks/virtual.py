@@ -104,6 +104,10 @@ class VirtualWire:
         rows = self.mean(rows.view(-1)).wait().view(rows.shape).mul_(self.size)
         return {"max": rows.amax(0), "min": rows.amin(0), "sum": rows.sum(0)}[how].tolist()
 
+    def union(self, flags: Sequence[bool]) -> Flight:
+        answer = torch.tensor(self.agree([float(flag) for flag in flags]), dtype=torch.uint8)
+        return Flight(answer, self.account)
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """For the comparison of settings at the start: here they come from one program."""
         return [payload] * self.size

@@ -58,6 +58,12 @@ def split(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [p.view(t.shape) for p, t in zip(pieces, like, strict=True)]
 
 
+def floored(v: Tensor, like: list[Tensor] | None = None, share: float = 0.01) -> Tensor:
+    """A flat variance, lifted to a share of the mean of each tensor, or of all of them."""
+    tensors = [v] if like is None else split(v, like)
+    return flat([w.clamp(min=share * float(w.mean())) for w in tensors])
+
+
 def forgotten(squares: list[float], t: int, b2: float) -> float:
     """v at step t over v at the freeze, if gradients stay as in the last quarter before it."""
     quarter = squares[-max(1, len(squares) // 4) :]
@@ -107,7 +113,7 @@ def adam(
             v = b2 * v + (1 - b2) * g * g
             hat = v / (1 - b2**t) if correct else v
             if t == freeze_at:
-                frozen = hat.clamp(min=0.01 * float(hat.mean()))
+                frozen = floored(hat, x if whiten else None)
                 if late:
                     waiting = b1 * m / (1 - b1**t if correct else 1.0) / (frozen.sqrt() + eps)
         else:
@@ -198,8 +204,7 @@ def lamb(
                 x[i] = x[i] - lr * c * u
             if t == freeze_at:
                 hats = [w / second for w in v]
-                floor = 0.01 * float(flat(hats).mean())
-                v = [h.clamp(min=floor) for h in hats]
+                v = [h.clamp(min=0.01 * float(h.mean())) for h in hats]
                 fresh = [h.clone() for h in v]
                 sizes = [float(w.norm()) / math.sqrt(w.numel()) for w in m]
                 moving = [s for s in sizes if s > 0]
@@ -307,7 +312,7 @@ def sharded(
             k = flat(
                 [torch.full_like(w, sum(sizes) / len(x) / s) for w, s in zip(x, sizes, strict=True)]
             )
-            v = v.clamp(min=0.01 * float(v.mean()))
+            v = floored(v, x)
             fresh, c_avg = v.clone(), [c / (1 - b3**t) for c in c_avg]
     return x
 
@@ -320,6 +325,7 @@ def zero_one(
     lr: float,
     freeze_at: int,
     double_after: int,
+    local_double_after: int,
     longest: int,
     *,
     lam: float = 0.0,
@@ -333,7 +339,7 @@ def zero_one(
     m = [torch.zeros_like(x[0]) for _ in range(size)]
     v = torch.zeros_like(x[0])
     exchange, refreshes, next_refresh = Exchange(size), 0, 1
-    exchanges = since = 0
+    since = 0
     for t in range(1, steps + 1):
         g = [flat(gradient(rank, t, split(x[rank], like))) for rank in range(size)]
         first = 1 - b1**t
@@ -347,13 +353,13 @@ def zero_one(
                 mean = exchange.mean(g)
             hat = v / (1 - b2**refreshes)
             if t > double_after:
-                hat = hat.clamp(min=0.01 * float(hat.mean()))
+                hat = floored(hat)
             common = b1 * m[0] + (1 - b1) * mean
             after = x[0] - lr * (common / first / (hat.sqrt() + eps) + lam * x[0])
             x, m = [after.clone() for _ in range(size)], [common.clone() for _ in range(size)]
             if t == freeze_at:
                 frozen = v / (1 - b2**refreshes)
-                frozen = frozen.clamp(min=0.01 * float(frozen.mean())).sqrt() + eps
+                frozen = floored(frozen).sqrt() + eps
                 exchange = Exchange(size)
                 anchor, weight = after.clone(), 0.0
                 update = [torch.zeros_like(after) for _ in range(size)]
@@ -364,13 +370,14 @@ def zero_one(
             x[i] = keep * x[i] - lr * m[i] / first / frozen
             update[i] = keep * update[i] + lr * m[i] / first
         anchor, weight, since = keep * anchor, keep * weight + lr / first, since + 1
-        if since >= min(longest, 2 ** (exchanges // double_after)):
+        begun = t - since - freeze_at  # local steps before this round
+        if since >= min(longest, 2 ** (begun // local_double_after)):
             mean = exchange.mean(update)
             anchor = anchor - mean / frozen
             x = [anchor.clone() for _ in range(size)]
             m = [mean / weight for _ in range(size)]
             update = [torch.zeros_like(mean) for _ in range(size)]
-            weight, since, exchanges = 0.0, 0, exchanges + 1
+            weight, since = 0.0, 0
     return [split(each, like) for each in x]
 
 

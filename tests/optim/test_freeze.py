@@ -120,5 +120,29 @@ def test_all_ranks_freeze_at_the_same_step_without_a_message(ranks: Ranks) -> No
     assert one == other is not None
     assert LEAST <= one <= 200
     assert sent == again
-    # the start's checks, and at every step one mean and the norm to clip by
-    assert sent - 2 * 220 <= 10
+    # the start's checks, and at every step one mean, the norm to clip by and what is used
+    assert sent - 3 * 220 <= 10
+
+
+def zero_one(steps: int) -> tuple[int | None, int, list[bool]]:
+    """The freeze, the refreshes before it, and which of the last steps sent anything."""
+    rank = tw.init().rank
+    weights = nn.Parameter(torch.zeros(50))
+    optimizer = tw.ZeroOneAdam([weights], lr=1e-3, local_double_after=8, longest=4)
+    sent = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        weights.grad = torch.randn(50, generator=generator)
+        before = optimizer.account.bytes
+        optimizer.step()
+        sent.append(optimizer.account.bytes > before)
+    return optimizer.frozen_at, optimizer.refreshes, sent[-8:]
+
+
+def test_zero_one_adam_counts_steps_and_not_refreshes(ranks: Ranks) -> None:
+    """Spacings of 1, 2, 4 and 8 after 16 refreshes each: at step 160 there have been 54."""
+    for frozen, refreshes, sent in ranks(2, zero_one, 240):
+        assert frozen is not None
+        assert LEAST <= frozen <= LEAST + 16
+        assert 50 <= refreshes <= 60
+        assert sent.count(True) == 2, "local steps, with an exchange every four"

@@ -85,3 +85,29 @@ def test_a_bad_gradient_of_one_rank_is_seen_by_all_and_forgotten(ranks: Ranks) -
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="takes a torch DistributedDataParallel, got Sequential"):
         tw.hooks.one_bit(build())  # type: ignore[arg-type]
+
+
+def scaled(scales: list[float]) -> list[torch.Tensor]:
+    """A fixed gradient under a loss scale that changes; what every step gets, unscaled."""
+    tw.init()
+    layer = nn.Linear(8, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+    ddp = DistributedDataParallel(layer)
+    tw.hooks.one_bit(ddp, dense_steps=1, scaler=scaler)
+    x = torch.arange(1.0, 9.0).view(1, 8)
+    got = []
+    for scale in scales:
+        scaler.scale(torch.ones(1))  # it makes its scale at first use
+        scaler.update(scale)
+        layer.weight.grad = None
+        scaler.scale(ddp(x).sum()).backward()
+        got.append(layer.weight.grad.detach() / scale)
+    return got
+
+
+def test_errors_do_not_depend_on_the_loss_scale(ranks: Ranks) -> None:
+    constant = ranks(2, scaled, [4.0] * 8)
+    changing = ranks(2, scaled, [4.0, 4.0, 1024.0, 1024.0, 2.0, 2.0, 65536.0, 1.0])
+    for one, other in zip(constant, changing, strict=True):
+        torch.testing.assert_close(one, other)

@@ -190,8 +190,9 @@ def test_the_compressed_stage_sends_exactly_its_bits(
     for sent, transfers, buckets in ranks(size, _bytes, size, bucket_mb):
         padded = [math.ceil(n / (8 * size)) * 8 * size for n in buckets]
         assert len(buckets) == (1 if bucket_mb == 25.0 else 2)
-        assert transfers == len(buckets), "one mean each, and nothing dense"
-        assert sent == sum(2 * (size - 1) * p // (8 * size) + 8 * (size - 1) for p in padded)
+        assert transfers == len(buckets) + 1, "one mean each, which are used, and nothing dense"
+        bits = sum(2 * (size - 1) * p // (8 * size) + 8 * (size - 1) for p in padded)
+        assert sent == bits + (size - 1) * 2  # and which of the two tensors are used
 
 
 def _poisoned(stage: str, bad: float) -> tuple[bool, bool, int, int]:
@@ -322,7 +323,8 @@ def test_groups_may_stay_dense(ranks: Ranks) -> None:
         assert buckets == 2
         assert alive
         assert not others
-        assert sent == 4 * 20 + (2 * 32 // 16 + 8)  # 20 values dense; 19 in one bit, padded to 32
+        # 20 values dense; 19 in one bit, padded to 32; a byte for each tensor
+        assert sent == 4 * 20 + (2 * 32 // 16 + 8) + 3
 
 
 def _unused() -> tuple[bool, list[int]]:
@@ -335,9 +337,6 @@ def _unused() -> tuple[bool, list[int]]:
         rare.grad = torch.ones(9) if rank == 1 and step >= 2 else None
         optimizer.step()
     sizes = [b.flat.numel for b in optimizer.buckets]
-    unused.grad = torch.ones(9)
-    with pytest.raises(RuntimeError, match=r"parameter 1 .*got its first gradient after the"):
-        optimizer.step()
     left_alone = torch.equal(unused.detach(), torch.ones(9))
     return left_alone and not torch.equal(rare, torch.ones(9)), sizes
 
@@ -345,7 +344,7 @@ def _unused() -> tuple[bool, list[int]]:
 def test_parameters_without_gradients_are_left_alone(ranks: Ranks) -> None:
     for alone, sizes in ranks(2, _unused):
         assert alone
-        assert sizes == [18]
+        assert sizes == [9, 9], "one bucket more for a parameter that came later"
 
 
 def _types(dtype: torch.dtype) -> tuple[bool, list[Tensor]]:
@@ -389,7 +388,7 @@ def test_bad_settings_are_refused_by_name(setting: str, value: Any) -> None:
 
 
 def test_help_and_editors_see_all_settings() -> None:
-    shared = ["freeze_at", "clip", "dense", "bucket_mb", "overlap", "group"]
+    shared = ["freeze_at", "floor", "clip", "dense", "bucket_mb", "overlap", "group"]
     for method, more in (
         (tw.OneBitAdam, [*shared, "inside", "shard_state", "late"]),
         (tw.OneBitLamb, [*shared, "inside", "shard_state", "late"]),

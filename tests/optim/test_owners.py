@@ -108,8 +108,10 @@ def test_the_compressed_stage_sends_exactly_its_bits_behind_the_backward_pass(ra
     answers = ranks(size, bits, True, {})
     for sent, transfers, buckets, _ in answers:
         padded = [math.ceil(n / (8 * size)) * 8 * size for n in buckets]
-        assert len(buckets) == transfers > 1
-        assert sent == sum(2 * (size - 1) * p // (8 * size) + 8 * (size - 1) for p in padded)
+        assert len(buckets) > 1
+        assert transfers == len(buckets) + 1  # and which of the 6 tensors are used
+        payloads = sum(2 * (size - 1) * p // (8 * size) + 8 * (size - 1) for p in padded)
+        assert sent == payloads + (size - 1) * 6
     late = ranks(size, bits, False, {})
     assert len({digest for *_, digest in [*answers, *late]}) == 1
 
@@ -214,7 +216,7 @@ def test_groups_that_stay_dense_and_unused_parameters(ranks: Ranks) -> None:
     for alone, moved, sizes in ranks(2, mixed):
         assert alone
         assert moved == [True] * 3
-        assert sorted(sizes) == [9, 18]
+        assert sorted(sizes) == [9, 9, 9], "one bucket more for a parameter that came later"
 
 
 def saved(kind: str, size: int, steps: int) -> tuple[Any, Any, list[Tensor]]:

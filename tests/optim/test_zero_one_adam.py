@@ -15,7 +15,7 @@ from tests.optim.one_bit_oracle import SHAPES
 from thinwire.wire.agreement import digest
 
 LR = 0.02
-SMALL = {"lr": LR, "double_after": 2, "longest": 4, "freeze_at": 9}
+SMALL = {"lr": LR, "double_after": 2, "local_double_after": 3, "longest": 4, "freeze_at": 9}
 
 
 def weights_after(size: int, steps: int, settings: dict[str, Any]) -> list[Tensor]:
@@ -26,7 +26,7 @@ def weights_after(size: int, steps: int, settings: dict[str, Any]) -> list[Tenso
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("steps", "decay"), [(6, 0.0), (9, 0.1), (12, 0.0), (16, 0.1)])
 def test_every_part_equals_the_oracle(ranks: Ranks, size: int, steps: int, decay: float) -> None:
-    """Learning v (to step 9, refreshes at 1, 2, 4, 6, 10, ...), then exchanges 1, 1, 2, 2, 4."""
+    """Learning v (to step 9, refreshes at 1, 2, 4, 6, 10, ...), then rounds of 1, 1, 1, 2, 2, 4."""
     answers = ranks(size, weights_after, size, steps, SMALL | {"weight_decay": decay})
     start, gradient = oracle.problem(size, SHAPES)
     order = [2, 1, 0]  # of the bucket, when no backward pass has told another
@@ -36,7 +36,7 @@ def test_every_part_equals_the_oracle(ranks: Ranks, size: int, steps: int, decay
         return [gradient(rank, step, back)[i] for i in order]
 
     expected = oracle.zero_one(
-        [start[i] for i in order], reordered, size, steps, LR, 9, 2, 4, lam=decay
+        [start[i] for i in order], reordered, size, steps, LR, 9, 2, 3, 4, lam=decay
     )
     for weights, wanted in zip(answers, expected, strict=True):
         for i, each in zip(order, wanted, strict=True):
@@ -63,11 +63,12 @@ def traffic(steps: int) -> tuple[list[bool], list[bytes], bytes, bytes, bytes]:
 
 
 def test_local_steps_send_nothing_and_replicas_meet_at_exchanges(ranks: Ranks) -> None:
-    one, other = ranks(2, traffic, 20)
+    one, other = ranks(2, traffic, 21)
     assert one[0] == other[0]
     assert one[0][:9] == [True] * 9
-    #      exchanges at steps 10, 11, 13, 15, 19 (spacing 1, 1, 2, 2, 4)
-    assert one[0][9:] == [True, True, False, True, False, True, False, False, False, True, False]
+    #      exchanges at steps 10, 11, 12, 14, 16 and 20 (spacing 1, 1, 1, 2, 2, 4)
+    exchanged = [step in (10, 11, 12, 14, 16, 20) for step in range(10, 22)]
+    assert one[0][9:] == exchanged
     same = [a == b for a, b in zip(one[1], other[1], strict=True)]
     assert same == [True] * 9 + one[0][9:]
     assert one[2] == other[2], "the consensus"
@@ -76,13 +77,13 @@ def test_local_steps_send_nothing_and_replicas_meet_at_exchanges(ranks: Ranks) -
 
 
 def poisoned() -> tuple[bool, int, bytes]:
-    weights, optimizer = oracle.run(tw.ZeroOneAdam, 2, 15, **SMALL)
+    weights, optimizer = oracle.run(tw.ZeroOneAdam, 2, 16, **SMALL)
     _, gradient = oracle.problem(2, SHAPES)
     for w in weights:
         w.grad = torch.full_like(w, math.nan if optimizer.wire.rank else 1.0)
     optimizer.step()
     skipped = optimizer.account.skipped
-    oracle.advance(optimizer, weights, gradient, optimizer.wire.rank, 17, 19)
+    oracle.advance(optimizer, weights, gradient, optimizer.wire.rank, 18, 20)
     finite = all(bool(w.isfinite().all()) for w in weights)
     return finite, skipped, digest(weights)
 
@@ -135,27 +136,27 @@ def taken_up(state: Any, mean: list[Tensor], stop: int, end: int) -> Any:
 
 
 def test_another_number_of_workers_goes_on_from_the_means(ranks: Ranks) -> None:
-    """Saved after step 17, two steps into a round of four; the exchange comes at step 19."""
-    saved = ranks(2, parted, 2, 17)
+    """Saved after step 18, two steps into a round of four; the exchange comes at step 20."""
+    saved = ranks(2, parted, 2, 18)
     state, _, mean, _, apart = saved[0]
     assert apart
     assert not torch.equal(saved[0][1][0], saved[1][1][0]), "replicas differ"
     for answers in (
-        ranks(1, taken_up, state, mean, 17, 17),
-        ranks(3, taken_up, state, mean, 17, 17),
+        ranks(1, taken_up, state, mean, 18, 18),
+        ranks(3, taken_up, state, mean, 18, 18),
     ):
         for held, errors, _ in answers:
             for now, one, other in zip(held, saved[0][3], saved[1][3], strict=True):
                 torch.testing.assert_close(now, (one + other) / 2)
             torch.testing.assert_close(errors, state["errors"])
-    for got in (ranks(3, taken_up, state, mean, 17, 19), ranks(2, taken_up, state, mean, 17, 19)):
+    for got in (ranks(3, taken_up, state, mean, 18, 20), ranks(2, taken_up, state, mean, 18, 20)):
         assert all(map(torch.equal, got[0][2], got[-1][2])), "they meet at the exchange"
         assert all(bool(w.isfinite().all()) for w in got[0][2])
 
 
 def test_the_mean_of_the_weights_is_that_of_the_updates(ranks: Ranks) -> None:
     """x = anchor - U / (sqrt(v) + eps) for the means, as for each replica."""
-    state, _, mean, _, _ = ranks(2, parted, 2, 17)[0]
+    state, _, mean, _, _ = ranks(2, parted, 2, 18)[0]
     for index, weights in enumerate(mean):
         kept = state["state"][index]
         from_means = kept["anchor"] - kept["update"] / (kept["exp_avg_sq"].sqrt() + 1e-8)
@@ -164,7 +165,7 @@ def test_the_mean_of_the_weights_is_that_of_the_updates(ranks: Ranks) -> None:
 
 def test_bad_settings() -> None:
     weights = nn.Parameter(torch.zeros(2))
-    for setting in ("double_after", "longest"):
+    for setting in ("double_after", "local_double_after", "longest"):
         with pytest.raises(ValueError, match=rf"ZeroOneAdam\({setting}=...\) takes a whole number"):
             tw.ZeroOneAdam([weights], **{setting: 0})
     with pytest.raises(ValueError, match=r"compress=False\): local steps send nothing"):

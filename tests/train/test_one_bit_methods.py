@@ -104,7 +104,7 @@ def test_a_run_is_resumed_on_another_number_of_replicas(ranks: Ranks, name: str,
 
 def apart(stop: int) -> tuple[Any, Any, list[Tensor], bool]:
     world.init()
-    replica = build("zero-one-adam", freeze_at=2, double_after=1, longest=4)
+    replica = build("zero-one-adam", freeze_at=2, double_after=1, local_double_after=1, longest=4)
     steps(replica, 0, stop)
     shared, private = replica.state()
     optimizer = replica.optimizer
@@ -114,7 +114,7 @@ def apart(stop: int) -> tuple[Any, Any, list[Tensor], bool]:
 
 def joined(states: list[Any], stop: int) -> list[Tensor]:
     world.init()
-    replica = build("zero-one-adam", freeze_at=2, double_after=1, longest=4)
+    replica = build("zero-one-adam", freeze_at=2, double_after=1, local_double_after=1, longest=4)
     replica.load_state(states[0][0], states[0][1], same_replicas=False)
     return weights(replica)
 

@@ -5,6 +5,7 @@ and the owners' parts are one buffer of N values cut by rank. `portable_state_di
 two; they load on any number of ranks. `state_dict` keeps this rank's own, which go on bit for bit.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.optim.buckets import arrange
 from thinwire.optim.checks import require_betas, require_nonnegative
 from thinwire.optim.departures import Departures, State
+from thinwire.optim.flat import local_part
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.wire.compressed_mean import own_slice
 from thinwire.wire.wire import Group
@@ -69,13 +71,24 @@ class BucketedOptimizer(Departures[MomentBucket]):
                 self._bucket(index).adopt(index, earlier[index])
         self._show_state()
 
-    def _make_buckets(self, order: Sequence[int]) -> list[MomentBucket]:
-        kinds = [(group["compress"], tuple(group["betas"])) for group in self._groups]
+    def _set_buckets(self, buckets: Sequence[MomentBucket]) -> None:
+        super()._set_buckets(buckets)
+        self._show_state()
+
+    def _make_buckets(self, order: Sequence[int], whole: bool = False) -> list[MomentBucket]:
+        kinds = [self._compresses(i) for i in range(len(self._parameters))]
+        size = math.inf if whole else self.bucket_mb
         place = self._ownership()
         return [
-            MomentBucket(members, self._parameters, self._groups, **place)
-            for members in arrange(order, self._parameters, kinds, self.bucket_mb, self._count())
+            MomentBucket(
+                members, self._parameters, self._groups, compress=kinds[members[0]], **place
+            )
+            for members in arrange(order, self._parameters, kinds, size, self._count())
         ]
+
+    def _compresses(self, index: int) -> bool:
+        """Whether a parameter's payload is compressed where the method does that."""
+        return bool(self._groups[index]["compress"])
 
     def _count(self) -> int:
         """Of buckets, about, where bucket_mb does not say how large they are."""
@@ -124,14 +137,20 @@ class BucketedOptimizer(Departures[MomentBucket]):
     def load_common_state(self, saved: State) -> None:
         self._check_described(saved)
         for index, entries in sorted(saved["state"].items(), key=lambda item: int(item[0])):
-            wanted = self._parameters[int(index)].shape
+            wanted = local_part(self._parameters[int(index)]).shape
             self._check_shape(int(index), entries["exp_avg"].shape, wanted)
+        self._abandon()
+        self.buckets = []  # nothing that they hold is to be taken over
         self.steps = saved["method"]["steps"]
         self._restore(saved["method"])
         self._load_described(saved)
         for index, entries in saved["state"].items():
-            self._bucket(int(index)).adopt(int(index), entries)
+            self._bucket(int(index)).adopt(int(index), self._run_counts() | entries)
         self._show_state()
+
+    def _run_counts(self) -> dict[str, Tensor]:
+        """For states from before there were counts for every tensor."""
+        return {"step": torch.tensor(float(self.steps))}
 
     def load_errors(self, errors: list[State], *, ranks: int | list[int]) -> None:
         """Errors as `own_errors` gave them on so many ranks, or portable ones (0)."""
@@ -205,5 +224,6 @@ class BucketedOptimizer(Departures[MomentBucket]):
     def _show_state(self) -> None:
         """`optimizer.state[p]` as with any torch optimizer; views of the buckets."""
         self.state.clear()
-        for index, entries in self._entries().items():
-            self.state[self._parameters[index]] = entries
+        for bucket in self.buckets:
+            for index in bucket.indices:
+                self.state[self._parameters[index]] = bucket.shown(index)

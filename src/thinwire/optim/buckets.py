@@ -4,10 +4,17 @@
 before it has been launched. The order is fixed, so all ranks issue the same transfers in the same
 order, whichever gradients came first on each of them; what is left is launched by step(). Buckets
 follow the order in which rank 0's first backward pass produced the gradients.
+
+[Note: changes past the versions] A gradient that is changed after it was sent would be averaged as
+it was before. torch counts writes to a tensor, but not those through `.data` nor GradScaler's. The
+first steps therefore compare the sum of every gradient as well, which costs two passes over them;
+later steps compare one value of each, at another place every time. A loop that changes gradients so
+is refused at its first steps in all likelihood, one that begins to later within some of them.
 """
 
+import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +26,7 @@ from thinwire.wire.codecs import Feedback
 from thinwire.wire.flight import Flight
 
 _MB = 1_000_000
+PROBED_WHOLE = 3  # steps, see [Note: changes past the versions]
 
 
 class Bucket:
@@ -36,39 +44,59 @@ class Bucket:
         self.flat = Flat(self.parameters)
         self.buffer = self.flat.new().zero_()
         self.flight: Flight | None = None
+        self.resting: frozenset[int] = frozenset()
+        """Positions of the tensors that no rank had a gradient for at the last step."""
         self._seen: tuple[list[tuple[int, int]], Tensor] | None = None
 
-    def commit(self, taken: bool) -> None:
-        """The step is taken or not: by all buckets of all ranks alike."""
+    def commit(self, taken: bool, used: Container[int]) -> None:
+        """The step is taken or not: by all buckets of all ranks alike, for the parameters used."""
+        self.resting = frozenset(at for at, i in enumerate(self.indices) if i not in used)
         if self.memory is not None:
-            self.memory.settle(taken)
+            self.memory.settle(taken, [self.spans()[at] for at in sorted(self.resting)])
+
+    def rests(self, indices: Container[int]) -> None:
+        """Which tensors were at rest in the buckets that this one takes the place of."""
+        self.resting = frozenset(at for at, i in enumerate(self.indices) if i in indices)
+
+    def spans(self) -> list[slice]:
+        """Where in the buffer each tensor is."""
+        ends = list(itertools.accumulate(self.flat.sizes))
+        return [slice(end - size, end) for end, size in zip(ends, self.flat.sizes, strict=True)]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A buffer of all N values, seen as the tensors."""
         return self.flat.views(flat)
 
-    def take_gradients(self) -> Tensor:
-        """Copies the gradients into the buffer; none counts as zeros."""
-        return self.flat.pack([p.grad for p in self.parameters], self.buffer)
+    def take_gradients(self, given: Mapping[int, Tensor] | None = None) -> Tensor:
+        """Copies the gradients, or those given by index, into the buffer; none counts as zeros."""
+        gradients = [p.grad for p in self.parameters]
+        if given is not None:
+            gradients = [given.get(index) for index in self.indices]
+        return self.flat.pack(gradients, self.buffer)
 
-    def note_gradients(self) -> None:
+    def note_gradients(self, step: int) -> None:
         """Remembers which gradients were sent, to find out whether they are changed later."""
-        self._seen = self._versions(), self._first_values()
+        self._seen = self._versions(), self._probe(step)
 
-    def gradients_changed(self) -> bool:
+    def gradients_changed(self, step: int) -> bool:
+        """Whether they are others than at `note_gradients(step)`."""
         seen, self._seen = self._seen, None
         if seen is None:
             return False
-        return seen[0] != self._versions() or not seen[1].equal(self._first_values())
+        return seen[0] != self._versions() or not seen[1].equal(self._probe(step))
 
     def _versions(self) -> list[tuple[int, int]]:
         return [version(p) for p in self.parameters]
 
-    def _first_values(self) -> Tensor:
-        """One value of each gradient: GradScaler.unscale_ writes past the versions."""
+    def _probe(self, step: int) -> Tensor:
+        """What the versions do not tell, see [Note: changes past the versions]: a number for each
+        gradient, of all of its values at first, later of one of them, another at every step."""
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
-        values = [g.reshape(-1)[0].nan_to_num() for g in gradients if g.numel()]
-        return torch.stack(values) if values else torch.zeros(0)
+        parts = [g.reshape(-1) for g in gradients if g.numel()]
+        if step >= PROBED_WHOLE:
+            parts = [g[(step * 40503) % g.numel()].reshape(1) for g in parts]
+        sums = [g.nan_to_num().double().sum() for g in parts]
+        return torch.stack(sums) if sums else torch.zeros(0)
 
 
 def arrange(
@@ -102,10 +130,16 @@ class Backward:
         """`ready(index)` is called for every gradient of a pass that is not `accumulating`."""
         self.order: dict[int, None] = {}  # as an ordered set
         self._accumulating = False
-        owner = weakref.WeakMethod(ready)
-        for index, parameter in enumerate(parameters):
+        self._owner = weakref.WeakMethod(ready)
+        self._unwatched = dict(enumerate(parameters))
+        self.watch()
+
+    def watch(self) -> None:
+        """Looks after the parameters that have come to be trained since the last call."""
+        for index, parameter in list(self._unwatched.items()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._hook(index, owner))
+                parameter.register_post_accumulate_grad_hook(self._hook(index, self._owner))
+                del self._unwatched[index]
 
     def _hook(self, index: int, owner: "weakref.WeakMethod[Any]") -> Callable[[Tensor], None]:
         me = weakref.ref(self)

@@ -113,6 +113,9 @@ class DecentLaM(DecentralizedOptimizer):
         velocities = bucket.views(bucket.moments["velocity"])
         for u, (zbar, x, group) in zip(velocities, self._tensors(bucket, mixed), strict=True):
             here = local_part(x)
+            if x.grad is None:
+                here.copy_(zbar)
+                continue
             # x - zbar before u: added to x first, u would lose its last digits.
             u.mul_(group["momentum"]).add_(zbar.neg_().add_(here))
             here.sub_(u)

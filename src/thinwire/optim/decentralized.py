@@ -23,10 +23,17 @@ with one bit a value this diverges (measured), so only Dense, Int8 and Int4 are 
 everywhere. A gradient that is not finite counts as zero instead: its replica mixes as ever and
 counts a skipped step; the others never see it. With overlap that goes for each bucket by itself.
 
+[Note: unused parameters] A replica that has no gradient for a parameter sends its weights as they
+are, and leaves its momentum alone. So a layer that is frozen on all replicas stays where it is, and
+one that differs between them goes on towards their mean. A parameter that is trained later than
+from the first step on, once `requires_grad` is set, joins the buckets then: at the same step on all
+replicas, for no message reaches everybody within a step.
+
 [Note: learning rate] z holds lr g, and a bucket that leaves early takes the lr of that moment. An
 lr that changes between the backward pass and step() is refused once a bucket has left.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,11 +163,27 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
         self._require_same_lr()
         self._measure()
         self._launch_rest()
+        self._join_unfrozen()
         for bucket in self.buckets:
             self._absorb(bucket, self._heard(bucket))
         if self._dropped:
             self.account.skipped += 1
         self._factor, self._usable, self._dropped = 1.0, True, False
+
+    def _ask_usage(self) -> None:
+        """Nobody is asked: see [Note: unused parameters]."""
+
+    def _join_unfrozen(self) -> None:
+        new = [i for i, p in enumerate(self._parameters) if i not in self._place and _trained(p)]
+        if not new:
+            return
+        everywhere = [json.loads(t) for t in self.wire.gather_bytes(json.dumps(new).encode())]
+        if any(other != new for other in everywhere):
+            raise RuntimeError(
+                f"{type(self).__name__}: parameters {new} are trained here for the first time, on "
+                f"other ranks {everywhere}; unfreeze the same ones at the same step everywhere"
+            )
+        self._admit(new)
 
     def _launch(self, bucket: NeighbourBucket) -> None:
         if self._launched == 0:
@@ -280,9 +303,14 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
 
     # -- the start --------------------------------------------------------------------------------
 
-    def _make_buckets(self, order: Sequence[int]) -> list[NeighbourBucket]:
-        kinds = [p.dtype == torch.float64 for p in self._parameters]
-        members = arrange(order, self._parameters, kinds, self.bucket_mb)
+    def _agree_on_start(self, order: str, used: list[float]) -> tuple[str, list[float]]:
+        trained = [float(_trained(p)) for p in self._parameters]
+        return super()._agree_on_start(order, trained)
+
+    def _make_buckets(self, order: Sequence[int], whole: bool = False) -> list[NeighbourBucket]:
+        kinds = [Flat([p]).dtype for p in self._parameters]
+        size = math.inf if whole else self.bucket_mb
+        members = arrange(order, self._parameters, kinds, size)
         buckets = [NeighbourBucket(m, self._parameters, self._groups) for m in members]
         for bucket in buckets:
             self._new_moments(bucket)
@@ -298,8 +326,8 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
             bucket.flat.pack(bucket.parameters, bucket.moments["told"])
             bucket.moments["apart"].zero_()
 
-    def _arrange(self, order: Sequence[int]) -> None:
-        super()._arrange(order)
+    def _set_buckets(self, buckets: Sequence[NeighbourBucket]) -> None:
+        super()._set_buckets(buckets)
         for index, entries in self._entries().items():
             self.state[self._parameters[index]] = entries
 
@@ -332,6 +360,7 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
             wanted = local_part(self._parameters[int(index)]).shape
             for value in entries.values():
                 self._check_shape(int(index), value.shape, wanted)
+        self._abandon()
         self._load_described(state_dict)
         kept = self._entries()
         for index, entries in state_dict["state"].items():
@@ -350,6 +379,10 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
                 if name not in ("told", "apart"):
                     moment.copy_(self.wire.mean(moment.clone()).wait())
         self._meet()
+
+
+def _trained(parameter: Tensor) -> bool:
+    return parameter.numel() > 0 and (parameter.requires_grad or parameter.grad is not None)
 
 
 def find_topology(name: str, topology: str | Topology, size: int) -> Topology:

@@ -1,7 +1,13 @@
 """Departures: methods that send buckets during the backward pass.
 
-[Note: unused parameters] A parameter that has no gradient on any rank is left alone, as torch's
-optimizers do. The ranks agree on those at the first step; a mean gradient that is not zero ends it.
+[Note: unused parameters] A parameter that has a gradient on some ranks counts as one of zeros on
+the others. One that has none on any rank is left alone, as torch's optimizers do: a frozen layer, a
+branch that was not taken. Every step ends with one byte for each parameter to every other rank, by
+which all of them know the parameters in use; it arrives while the last bucket is on its way.
+
+A parameter joins the buckets at the first step at which any rank has a gradient for it, in buckets
+of its own, which are sent and landed in that step. So it does not matter when it begins to be
+trained.
 """
 
 from collections.abc import Sequence
@@ -13,6 +19,7 @@ import torch
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.buckets import Backward, Bucket
 from thinwire.optim.checks import require_dense_gradient, require_positive
+from thinwire.wire.flight import Flight
 
 State = dict[str, Any]
 B = TypeVar("B", bound=Bucket)
@@ -26,10 +33,12 @@ class Departures(WireOptimizer, Generic[B]):
             require_positive(type(self).__name__, "bucket_mb", bucket_mb)
         self.bucket_mb, self.overlap = bucket_mb, overlap
         self.buckets: list[B] = []
-        self._idle: set[int] = set()  # see [Note: unused parameters]
+        self._added = 0  # buckets, the last ones, of parameters that were not used at first
         self._place: dict[int, int] = {}  # parameter -> its bucket's position
         self._missing: list[set[int]] = []  # gradients each bucket still waits for
         self._launched = 0  # buckets already in the air, in [Note: order of buckets]
+        self._probed = 0  # steps, see [Note: changes past the versions]
+        self._usage: Flight | None = None  # see [Note: unused parameters]
         self._backward = Backward(self._parameters, self._gradient_ready)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -40,8 +49,8 @@ class Departures(WireOptimizer, Generic[B]):
         """Sends a bucket whose gradients are all there."""
         raise NotImplementedError
 
-    def _make_buckets(self, order: Sequence[int]) -> list[B]:
-        """Parameters, in the order of their gradients, as buckets."""
+    def _make_buckets(self, order: Sequence[int], whole: bool = False) -> list[B]:
+        """Parameters, in the order of their gradients, as buckets; as a single one if `whole`."""
         raise NotImplementedError
 
     def _overlaps(self) -> bool:
@@ -63,35 +72,79 @@ class Departures(WireOptimizer, Generic[B]):
                 "`with optimizer.accumulating():`, or build the optimizer with overlap=False"
             )
         self._missing[position].discard(index)
-        while self._launched < len(self.buckets) and not self._missing[self._launched]:
+        while self._launched < len(self.buckets) and self._complete(self._launched):
             bucket = self.buckets[self._launched]
             for parameter in bucket.parameters:
                 require_dense_gradient(type(self).__name__, parameter)
             self._launch(bucket)
-            bucket.note_gradients()
+            bucket.note_gradients(self._probed)
             self._launched += 1
+
+    def _complete(self, position: int) -> bool:
+        """Whether no gradient of a bucket can still come in this pass."""
+        return not any(self._parameters[i].requires_grad for i in self._missing[position])
 
     def _launch_rest(self) -> None:
         for bucket in self.buckets[self._launched :]:
             self._launch(bucket)
+        self._ask_usage()
         self._await_gradients()
+
+    def _ask_usage(self) -> None:
+        """After all buckets: some ranks have launched more of those early than others."""
+        self._usage = self.wire.union([p.grad is not None for p in self._parameters])
 
     def _await_gradients(self) -> None:
         self._launched = 0
-        self._missing = [set(bucket.indices) - self._idle for bucket in self.buckets]
+        self._missing = [set(bucket.indices) for bucket in self.buckets]
+        self._backward.watch()
 
     def _land(self) -> bool:
         """Waits for all buckets; whether all of them are finite, the same on every rank."""
-        finite = True
+        used = self._landed_usage()
+        finite = self._landed(self.buckets)
+        if new := sorted(used - self._place.keys()):
+            finite = self._landed(self._admit(new)) and finite
+        finite = self._agreed(finite)
         for bucket in self.buckets:
+            bucket.commit(finite, used)
+        return finite
+
+    def _landed_usage(self) -> set[int]:
+        """The parameters that any rank has a gradient for; empty ones never count."""
+        assert self._usage is not None
+        flags, self._usage = self._usage.wait().tolist(), None
+        return {i for i, flag in enumerate(flags) if flag and self._parameters[i].numel()}
+
+    def _landed(self, buckets: Sequence[B]) -> bool:
+        finite = True
+        for bucket in buckets:
             assert bucket.flight is not None
             bucket.flight.wait()
             finite = bucket.flight.finite and finite
             bucket.flight = None
-        finite = self._agreed(finite)
-        for bucket in self.buckets:
-            bucket.commit(finite)
         return finite
+
+    def _admit(self, indices: Sequence[int]) -> Sequence[B]:
+        """Buckets for parameters used for the first time, by all ranks alike, and in the air."""
+        added = self._make_buckets(indices)
+        self._added += len(added)
+        self._set_buckets([*self.buckets, *added])
+        for bucket in added:
+            self._launch(bucket)
+        return added
+
+    def _abandon(self) -> None:
+        """Lands and drops what is in the air, before another state takes its place: a flight that
+        comes later would write into it."""
+        for flight in [*(bucket.flight for bucket in self.buckets), self._usage]:
+            if flight is not None:
+                flight.wait()
+        for bucket in self.buckets:
+            bucket.flight = None
+            bucket.commit(False, ())
+        self._usage = None
+        self._launched = 0
 
     def _agreed(self, finite: bool) -> bool:
         """What all ranks make of it; they know already where all of them hold the same bits."""
@@ -107,7 +160,8 @@ class Departures(WireOptimizer, Generic[B]):
                 f"{name} sent gradients during the backward pass with GradScaler's scale still in "
                 "them; build it with overlap=False, or train in bfloat16, which needs no scale"
             )
-        changed = [bucket.gradients_changed() for bucket in early]
+        changed = [bucket.gradients_changed(self._probed) for bucket in early]
+        self._probed += bool(early)
         if any(changed):
             raise RuntimeError(
                 f"{name}: gradients were changed after they had been sent during the backward "
@@ -120,40 +174,58 @@ class Departures(WireOptimizer, Generic[B]):
     # -- the start --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """At the first step everybody takes rank 0's order and learns which tensors are unused."""
-        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad and p.numel()]
-        seen = [i for i in self._backward.order if i in trained]
-        order = seen + [i for i in reversed(trained) if i not in self._backward.order]
-        first, used = self._agree_on_start(
-            ",".join(map(str, order)),
-            [float(self._parameters[i].grad is not None) for i in trained],
-        )
-        self._idle = {i for i, flag in zip(trained, used, strict=True) if not flag}
-        self._arrange([int(i) for i in first.split(",") if i])
+        """At the first step everybody takes rank 0's order of the parameters that are used."""
+        used = [float(p.grad is not None and p.numel() > 0) for p in self._parameters]
+        order = [i for i in self._backward.order if used[i]]
+        order += [i for i in reversed(range(len(used))) if i not in self._backward.order]
+        first, used = self._agree_on_start(",".join(map(str, order)), used)
+        known = [int(i) for i in first.split(",") if i]
+        known += [i for i in range(len(used)) if i not in known]
+        self._arrange([i for i in known if used[i]])
 
     def _agree_on_start(self, order: str, used: list[float]) -> tuple[str, list[float]]:
         return self.wire.gather_bytes(order.encode())[0].decode(), self.wire.agree(used)
 
     def _arrange(self, order: Sequence[int]) -> None:
-        self.buckets = self._make_buckets(order)
-        self._place = {i: at for at, bucket in enumerate(self.buckets) for i in bucket.indices}
+        resting = self._resting()
+        self._added = 0
+        self._set_buckets(self._make_buckets(order))
+        for bucket in self.buckets:
+            bucket.rests(resting)
+
+    def _resting(self) -> set[int]:
+        """The parameters in buckets that no rank had a gradient for at the last step."""
+        return {bucket.indices[at] for bucket in self.buckets for at in bucket.resting}
+
+    def _set_buckets(self, buckets: Sequence[B]) -> None:
+        self.buckets = list(buckets)
+        self._place = {i: at for at, bucket in enumerate(buckets) for i in bucket.indices}
         self._await_gradients()
 
-    def _arrange_as(self, order: Sequence[int], sizes: Sequence[int]) -> None:
-        """The buckets of a saved state."""
-        self._arrange(order)
-        if [len(bucket.indices) for bucket in self.buckets] != list(sizes):
+    def _arrange_as(self, order: Sequence[int], sizes: Sequence[int], added: int) -> None:
+        """The buckets of a saved state: those of the first step, and those that were added."""
+        members, at = [], 0
+        for size in sizes:
+            members.append(list(order[at : at + size]))
+            at += size
+        first = len(members) - added
+        self._arrange([i for bucket in members[:first] for i in bucket])
+        if [bucket.indices for bucket in self.buckets] != members[:first]:
             raise ValueError(
                 f"{type(self).__name__}(bucket_mb={self.bucket_mb}) makes other buckets than the "
                 "state was saved with, whose errors it holds; load it with the same bucket_mb, "
                 "groups and late"
             )
+        for indices in members[first:]:
+            self._set_buckets([*self.buckets, *self._make_buckets(indices, whole=True)])
+        self._added = added
 
     def _arrangement(self) -> State:
         return {
-            "idle": sorted(self._idle),
             "order": [i for bucket in self.buckets for i in bucket.indices],
             "buckets": [len(bucket.indices) for bucket in self.buckets],
+            "added": self._added,
+            "resting": sorted(self._resting()),
         }
 
     def _bucket(self, index: int) -> B:
@@ -212,5 +284,6 @@ class Departures(WireOptimizer, Generic[B]):
                 if key != "params":
                     group[key] = tuple(value) if isinstance(value, list) else value
         method = saved["method"]
-        self._idle = set(method["idle"])
-        self._arrange_as(method["order"], method["buckets"])
+        self._arrange_as(method["order"], method["buckets"], method.get("added", 0))
+        for bucket in self.buckets:
+            bucket.rests(method.get("resting", ()))

@@ -80,8 +80,12 @@ class DmSGD(DSGD):
     def _propose(self, bucket: NeighbourBucket) -> None:
         momenta = bucket.views(bucket.moments["momentum_buffer"])
         for m, (z, x, group) in zip(momenta, self._tensors(bucket, bucket.buffer), strict=True):
+            here = local_part(x)
+            if x.grad is None:
+                z.copy_(here)
+                continue
             m.mul_(group["momentum"]).add_(z)
-            z.copy_(m).mul_(-float(group["lr"])).add_(local_part(x))
+            z.copy_(m).mul_(-float(group["lr"])).add_(here)
 
 
 def require_agreement(name: str, graph: Topology) -> None:

@@ -13,10 +13,14 @@ a run of 500 steps never has that many, and v, which starts from zeros, would hi
 the window grows with the run up to that length, and the tolerance is what the noise of w gradients
 leaves visible, down to the published 4 %. Medians, because one bad batch weighs as much as a
 hundred others in a mean of squares.
+
+0/1 Adam sees a dense gradient at its refreshes only. Windows are in steps all the same and hold the
+refreshes in them; the tolerance goes by their number.
 """
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
 from itertools import islice
 from typing import Any
@@ -32,27 +36,31 @@ class FreezeRule:
     def __init__(self, beta2: float) -> None:
         self._longest = max(LEAST // SHARE, round(1 / (1 - beta2)))
         self._squares: deque[float] = deque(maxlen=2 * self._longest)
+        self._seen_at: deque[int] = deque(maxlen=2 * self._longest)  # the step of each of them
         self.step = 0
         self.peak = 0
         """The last step at which the learning rate has risen."""
         self._lr = 0.0
 
-    def observe(self, square: float, lr: float) -> bool:
+    def observe(self, square: float, lr: float, step: int | None = None) -> bool:
         """After every dense step: the mean gradient's squared norm; whether to freeze now."""
-        self.step += 1
+        self.step = self.step + 1 if step is None else step
         if lr > self._lr:
             self.peak = self.step
         self._lr = lr
         self._squares.append(square)
+        self._seen_at.append(self.step)
         return self.step >= max(LEAST, AFTER_WARMUP * self.peak) and self.settled()
 
     def settled(self) -> bool:
-        width = min(self._longest, self.step // SHARE, len(self._squares) // 2)
-        if width < 1:
+        width = min(self._longest, self.step // SHARE)
+        first, middle = (bisect_right(self._seen_at, self.step - k * width) for k in (2, 1))
+        before = list(islice(self._squares, first, middle))
+        new = list(islice(self._squares, middle, None))
+        if not new or not before:
             return False
-        latest = list(islice(reversed(self._squares), 2 * width))
-        new, before = statistics.median(latest[:width]), statistics.median(latest[width:])
-        return new >= (1 - max(TOLERANCE, NOISE / math.sqrt(width))) * before
+        tolerance = max(TOLERANCE, NOISE / math.sqrt(min(len(new), len(before))))
+        return statistics.median(new) >= (1 - tolerance) * statistics.median(before)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -60,8 +68,12 @@ class FreezeRule:
             "peak": self.peak,
             "lr": self._lr,
             "squares": list(self._squares),
+            "seen_at": list(self._seen_at),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.peak, self._lr = state["step"], state["peak"], state["lr"]
-        self._squares = deque(state["squares"], maxlen=self._squares.maxlen)
+        squares = state["squares"]
+        every_step = range(self.step - len(squares) + 1, self.step + 1)  # in states without steps
+        self._squares = deque(squares, maxlen=self._squares.maxlen)
+        self._seen_at = deque(state.get("seen_at", every_step), maxlen=self._seen_at.maxlen)

@@ -14,11 +14,14 @@ accumulates, clips its own gradients or scales its loss is then served without o
 not agree on it: the order of the buckets is the same either way.
 
 [Note: parameters without gradients] A parameter whose gradient is None on some replicas counts as
-zero there. One that has none on any replica must keep none, for to the inner optimizer a gradient
-of zero is not the same (weight decay, moments). The replicas agree on those at the first step; such
-a parameter is left alone until a mean arrives for it that is not zero.
+zero there. One that has none on any replica at this step keeps none, for to the inner optimizer a
+gradient of zero is not the same (weight decay, moments): departures.py has the agreement on those.
+
+[Note: sharded replicas] With FSDP2 every rank of a replica averages its own shard with its
+counterparts in the other replicas. Whether a step is finite is decided by all of them together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -29,6 +32,7 @@ from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.buckets import Bucket, arrange, version
 from thinwire.optim.departures import Departures
 from thinwire.optim.flat import Flat, local_part
+from thinwire.optim.shards import Shards
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.wire import Group
 
@@ -69,8 +73,8 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
                 f'GradientAverage(overlap=...) takes True, False or "auto", got {overlap!r}'
             )
         super().__init__(inner, group=group, name="GradientAverage")
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self.codec = codec or Dense(Flat(self._trained).dtype)
+        self.codec = codec or Dense(Flat(self._parameters).dtype)
+        self._shards = Shards(self._parameters)
         self._own_width = codec is None  # every bucket in the width of its own parameters
         self._auto = overlap == "auto"
         self._watched: dict[int, tuple[float, ...]] = {}  # the first step's gradients as they came
@@ -93,7 +97,6 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
         self._launch_rest()
         self._finite = self._land()
         if self._finite:
-            self._idle = self._still_idle()
             self._hand_over()
         self._ahead = True
         return self._finite
@@ -103,14 +106,15 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
         codec = bucket.memory or (Dense(flat.dtype) if self._own_width else self.codec)
         bucket.flight = self.wire.mean(flat, codec)
 
+    def _agreed(self, finite: bool) -> bool:
+        return self._shards.all(finite)
+
     def _hand_over(self) -> None:
         """The averaged gradients to the parameters."""
         for bucket in self.buckets:
-            means = bucket.views(bucket.buffer)
-            for index, parameter, mean in zip(
-                bucket.indices, bucket.parameters, means, strict=True
-            ):
-                if index in self._idle:
+            means = zip(bucket.parameters, bucket.views(bucket.buffer), strict=True)
+            for at, (parameter, mean) in enumerate(means):
+                if at in bucket.resting:
                     parameter.grad = None
                     continue
                 if parameter.grad is None:
@@ -167,10 +171,11 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
     def _how_to_clip(self) -> str:
         return "To clip the mean, do so between average() and step()"
 
-    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
-        kinds = [p.dtype == torch.float64 for p in self._parameters]
+    def _make_buckets(self, order: Sequence[int], whole: bool = False) -> list[Bucket]:
+        kinds = [Flat([p]).dtype for p in self._parameters]
         buckets = []
-        for members in arrange(order, self._parameters, kinds, self.bucket_mb):
+        size = math.inf if whole else self.bucket_mb
+        for members in arrange(order, self._parameters, kinds, size):
             bucket = Bucket(members, self._parameters)
             if isinstance(self.codec, Feedback):
                 bucket.memory = self.codec.fresh(bucket.flat.sizes)
@@ -181,15 +186,6 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
     def _arrange(self, order: Sequence[int]) -> None:
         super()._arrange(order)
         self._begun = True
-
-    def _still_idle(self) -> set[int]:
-        """Of the unused parameters those whose mean gradient, in the buffers now, is zero."""
-        idle = set()
-        for index in self._idle & self._place.keys():
-            bucket = self._bucket(index)
-            if not bucket.views(bucket.buffer)[bucket.indices.index(index)].any():
-                idle.add(index)
-        return idle
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -208,10 +204,11 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
         return self._arrangement() | {"errors": errors, "ranks": ranks}
 
     def load_method_state(self, state: State) -> None:
-        self._ahead, self._begun, self.buckets, self._place = False, False, [], {}
+        self._abandon()
+        self._ahead, self._begun = False, False
+        self._set_buckets([])
         if "order" in state:
-            self._idle = set(state["idle"])
-            self._arrange_as(state["order"], state["buckets"])
+            self._arrange_as(state["order"], state["buckets"], state.get("added", 0))
             self.load_errors(state["errors"], ranks=state["ranks"])
 
     def own_errors(self) -> list[State]:

@@ -7,6 +7,10 @@ backward pass; every bucket has its own scale and errors.
 [Note: rebuilt buckets] DDP arranges its buckets anew after the first backward pass, so errors
 belong to the set of parameters in a bucket, not to its number. Adam's variance must see gradients
 that are not yet signs: the first `dense_steps` steps are DDP's own.
+
+[Note: loss scale] DDP's gradients still have GradScaler's scale in them. Errors that are kept from
+one step to the next must not: the scale may have changed in between. Give the scaler to `one_bit`,
+and gradients are unscaled before they are encoded and scaled again when they have come.
 """
 
 from typing import Any
@@ -28,9 +32,15 @@ _FutureTensor = torch.futures.Future[Tensor]
 class GradientHook:
     """What `one_bit` returns: the account of the traffic, and the errors it keeps."""
 
-    def __init__(self, module: DistributedDataParallel, codec: Codec, dense_steps: int) -> None:
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        codec: Codec,
+        dense_steps: int,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.wire = Wire(module.process_group, name="gradients")
-        self._codec, self._dense_steps = codec, dense_steps
+        self._codec, self._dense_steps, self._scaler = codec, dense_steps, scaler
         self._errors: dict[tuple[int, ...], ErrorFeedback] = {}
         self.steps = 0
         """Backward passes seen."""
@@ -52,17 +62,27 @@ class GradientHook:
         if bucket.is_last():
             self.steps += 1
             self.account.tick()
-        flight = self.wire.mean(buffer.float().contiguous(), codec)
-        return _as_future(flight, buffer)
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        payload = buffer.float().contiguous()
+        if scale != 1.0:
+            payload = payload / scale
+        return _as_future(self.wire.mean(payload, codec), buffer, scale)
 
 
-def one_bit(module: DistributedDataParallel, *, dense_steps: int = 100) -> GradientHook:
+def one_bit(
+    module: DistributedDataParallel,
+    *,
+    dense_steps: int = 100,
+    scaler: torch.amp.GradScaler | None = None,
+) -> GradientHook:
     """Sends the gradients of a DDP module in one bit a value.
 
     Args:
         module: your DistributedDataParallel; it takes one hook in its life.
         dense_steps: backward passes before that. Raise it when the loss falls behind at the switch:
             an Adam wants about 15 % of the run, SGD a few steps.
+        scaler: the GradScaler of the loop, if it has one: see [Note: loss scale]. Without it the
+            errors are in units of the scale of the step that made them.
     """
     if not isinstance(module, DistributedDataParallel):
         raise ValueError(
@@ -70,15 +90,19 @@ def one_bit(module: DistributedDataParallel, *, dense_steps: int = 100) -> Gradi
             f"{type(module).__name__}; without DDP use OneBitAdam or GradientAverage"
         )
     require_count("hooks.one_bit", "dense_steps", dense_steps, least=1)
-    return GradientHook(module, OneBit(), dense_steps)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(
+            f"hooks.one_bit(scaler=...) takes a torch.amp.GradScaler or None, got {scaler!r}"
+        )
+    return GradientHook(module, OneBit(), dense_steps, scaler)
 
 
 def _launch(hook: GradientHook, bucket: dist.GradBucket) -> _FutureTensor:
     return hook.launch(bucket)
 
 
-def _as_future(flight: Flight, buffer: Tensor) -> _FutureTensor:
-    """DDP's kind of promise: fulfilled by the thread that lands the flight."""
+def _as_future(flight: Flight, buffer: Tensor, scale: float) -> _FutureTensor:
+    """DDP's kind of promise: fulfilled by the thread that lands the flight, at this loss scale."""
     devices: list[Any] = [buffer.device] if buffer.is_cuda else []
     future: _FutureTensor = torch.futures.Future(devices=devices)
 
@@ -87,6 +111,8 @@ def _as_future(flight: Flight, buffer: Tensor) -> _FutureTensor:
             future.set_exception(error)  # type: ignore[arg-type]
             return
         result = flight.wait()
+        if scale != 1.0:
+            result.mul_(scale)
         future.set_result(
             buffer.copy_(result) if result.data_ptr() != buffer.data_ptr() else buffer
         )

@@ -83,7 +83,8 @@ class Lamb(TensorwiseOptimizer):
         first, second = corrections(int(state["step"]), group["betas"], group["bias_correction"])
         u = (v / second).sqrt_().add_(group["eps"])
         u = (m / first).div_(u).add_(x, alpha=group["weight_decay"])
-        c = coefficients([x], [u], group["coefficient"], group["phi"])[0]
+        length, step = torch.linalg.vector_norm(x.float()), torch.linalg.vector_norm(u)
+        c = coefficients(length, step, group["coefficient"], group["phi"])
         x.sub_((u * (group["lr"] * c)).to(x.dtype))
 
 
@@ -94,16 +95,12 @@ def corrections(step: int, betas: Sequence[float], wanted: bool) -> tuple[float,
     return 1 - betas[0] ** step, 1 - betas[1] ** step
 
 
-def coefficients(
-    tensors: Sequence[Tensor], updates: Sequence[Tensor], bounds: Bounds, phi: Bounds | None
-) -> Tensor:
-    """c of every tensor, (L,); 1 where a norm is 0. Nothing waits for a device."""
-    lengths = torch.stack([torch.linalg.vector_norm(x.float()) for x in tensors])
-    steps = torch.stack([torch.linalg.vector_norm(u) for u in updates])
-    zero = (lengths == 0) | (steps == 0)
+def coefficients(length: Tensor, step: Tensor, bounds: Bounds, phi: Bounds | None) -> Tensor:
+    """c from ||x|| and ||u||; 1 where a norm is 0. Nothing waits for a device."""
+    zero = (length == 0) | (step == 0)
     if phi is not None:
-        lengths = lengths.clamp(*phi)
-    return torch.where(zero, 1.0, (lengths / steps).clamp(*bounds))
+        length = length.clamp(*phi)
+    return torch.where(zero, 1.0, (length / step).clamp(*bounds))
 
 
 def check_lamb_group(name: str, group: dict[str, Any]) -> None:

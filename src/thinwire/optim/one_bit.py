@@ -1,7 +1,7 @@
 """OneBitOptimizer: the two stages that 1-bit Adam and 1-bit LAMB share.
 
     warm-up      g = mean_i g_i, dense ;  the method's own update of m, v and x
-    freeze       v is kept from here on, lifted to a floor:  v = max(v, FLOOR mean(v)) per bucket
+    freeze       v is kept from here on, lifted to a floor:  v = max(v, floor mean(v))
     compressed   M = compressed mean of (b1 m + (1-b1) g_i) ;  the method's update with v frozen
 
 A method says how m and v learn and how the weights move; when things are sent, skipped, clipped and
@@ -9,7 +9,12 @@ frozen is here. Groups with compress=False stay in the first stage. With `shard_
 keeps m and v of its own part alone, and the compressed stage is another: owners.py.
 
 [Note: floor] A value that saw hardly any gradient before the freeze has v near 0, but its share of
-the one-bit momentum is as large as any other's: divided by sqrt(v) it would grow without limit.
+the one-bit momentum is as large as any other's: divided by sqrt(v) it would grow without limit. The
+floor is a share of the mean of v over the values whose payloads are of one size: the tensor where
+tensors are brought to one size before they share a scale, the bucket where they are not. (Over the
+bucket it would lift all of a tensor with small gradients, such as a transformer's Q and K.) A
+tensor that has seen no gradient at all takes the bucket's. The published methods have no floor:
+`floor=0.0`.
 
 [Note: clipping] Dense: by the norm of the mean gradient, as data parallelism does. Compressed: no
 rank knows that norm; all estimate it from mean_i ||g_i||², one number in a reduction of its own,
@@ -39,7 +44,7 @@ ranks. All buckets have landed before anything is changed: a step is taken every
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,20 +53,21 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.bucketed import BucketedOptimizer
-from thinwire.optim.checks import require_count, require_positive
+from thinwire.optim.checks import require_count, require_positive, require_share
 from thinwire.optim.departures import State
+from thinwire.optim.flat import local_part
 from thinwire.optim.freeze import FreezeRule
 from thinwire.optim.mean_norm import MeanNorm, shortening
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.node import Node
 from thinwire.optim.owners import Owners
+from thinwire.optim.shards import Shards
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.flight import Flight
 from thinwire.wire.scratch import Scratch
 from thinwire.wire.wire import Group
 
-FLOOR = 0.01
 _scratch = Scratch()
 
 
@@ -74,6 +80,7 @@ class OneBitOptimizer(BucketedOptimizer):
         defaults: dict[str, Any],
         *,
         freeze_at: int | None = None,
+        floor: float = 0.01,
         clip: float | None = None,
         dense: Codec | None = None,
         bucket_mb: float | None = None,
@@ -86,6 +93,7 @@ class OneBitOptimizer(BucketedOptimizer):
         name = type(self).__name__
         if freeze_at is not None:
             require_count(name, "freeze_at", freeze_at)
+        require_share(name, "floor", floor)
         if clip is not None:
             require_positive(name, "clip", clip)
         if dense is not None and not isinstance(dense, Codec):
@@ -97,17 +105,23 @@ class OneBitOptimizer(BucketedOptimizer):
             self._check_sharding(name, dense, inside, late)
         super().__init__(params, defaults, bucket_mb=bucket_mb, overlap=overlap, group=group)
         self.freeze_at, self.clip, self.dense, self.late = freeze_at, clip, dense, late
+        self.floor = floor
         self.frozen_at: int | None = None
         """The step after which the variance was frozen; None in the warm-up."""
         self.grad_norm = math.nan
         """By which the last step was clipped, see [Note: clipping]; this rank's own without it.
         With `late` and `clip` that of the step before."""
         self._rule = FreezeRule(max(g["betas"][1] for g in self.param_groups))
+        self._shards = self._replica_shards(name, inside, shard_state)
         self._nodes = None if inside is None else Node(inside, f"{name} inside")
+        self._latecomers: set[int] = set()  # first used after the freeze, and so without a variance
         self._norms = MeanNorm(self.wire, self._nodes)
         self._waiting: MomentBucket | None = None  # for its mean inside the node
         self._owners = Owners(self.wire, dense) if shard_state else None
         self._factor = 1.0  # on the gradients of this step, before they are compressed
+        # Gradients of parameters in no bucket yet, by index: `late` launches them a step later.
+        self._held: dict[int, Tensor] | None = None
+        self._newcomers: dict[int, Tensor] = {}
         self._square = 0.0  # of the mean gradient's norm at this step
         self._squares: Flight | None = None  # sum_i ||g_i||² on its way, with `clip` and `late`
         # See [Note: late]: in the air; landed and not used yet; the weights are ahead.
@@ -123,19 +137,20 @@ class OneBitOptimizer(BucketedOptimizer):
         self._require_usable_gradients()
         if not self.buckets:
             self._begin()
+        self._factor = 1.0
         if self.compressing:
             self._measure()
         self._launch_rest()
         spread = 0.0 if self.compressing else self._spread()
         if self.late and self.compressing:
-            self._away = True
+            self._away, self._newcomers = True, self._unplaced_gradients()
             self._catch_up()
             return
         self._stand()  # after a state that was saved with `late`
         if not self._land():
             self.grad_norm = math.nan
             return
-        self.steps += 1
+        self._count_step()
         if not self.compressing:
             self._clip_mean(spread)
         self._learn()
@@ -143,11 +158,20 @@ class OneBitOptimizer(BucketedOptimizer):
         if not self.compressing and self._due():
             self._freeze()
 
+    def _count_step(self) -> None:
+        self.steps += 1
+        for bucket in self.buckets:
+            bucket.count("step")
+
     # -- what travels -----------------------------------------------------------------------------
 
     def _launch(self, bucket: MomentBucket) -> None:
         self._arrive()
-        self._unscaled(bucket.take_gradients())
+        bucket.take_betas()
+        if self._held is None:
+            self._unscaled(bucket.take_gradients())
+        else:
+            bucket.take_gradients(self._held)
         if self._factor != 1.0:
             bucket.buffer.mul_(self._factor)
         if self._nodes is None:
@@ -166,7 +190,7 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _send(self, bucket: MomentBucket, part: Tensor) -> None:
         if self._owners is not None and self._frozen(bucket):
-            self._owners.send_bits(bucket, partial(self._make_direction, self.steps + 1))
+            self._owners.send_bits(bucket, self._make_direction)
         elif self._owners is not None:
             self._owners.send_gradients(bucket)
         elif self._squares is not None:
@@ -188,31 +212,71 @@ class OneBitOptimizer(BucketedOptimizer):
         if self._frozen(bucket):
             self._payload(bucket)
 
-    def _launch_rest(self) -> None:
-        super()._launch_rest()
+    def _ask_usage(self) -> None:
         self._pass_on()
-
-    def _land(self) -> bool:
+        flags = [p.grad is not None for p in self._parameters]
         if self._nodes is not None:
-            self._nodes.reunite(self.buckets)
-        return super()._land()
+            flags = self._nodes.wire.union(flags).wait().bool().tolist()
+        self._usage = self.wire.union(flags)
+
+    def _landed(self, buckets: Sequence[MomentBucket]) -> bool:
+        if self._nodes is not None:
+            self._pass_on()
+            self._nodes.reunite(buckets)
+        return super()._landed(buckets)
+
+    def _admit(self, indices: Sequence[int]) -> Sequence[MomentBucket]:
+        """After the freeze such a parameter stays dense: it has no variance to be frozen."""
+        if self.compressing:
+            self._latecomers |= set(indices)
+            warnings.warn(
+                f"{type(self).__name__}: parameters {list(indices)} got their first gradient after "
+                "the variance was frozen; their gradients travel dense from here on, as in a group "
+                "with compress=False",
+                stacklevel=4,
+            )
+        return super()._admit(indices)
+
+    def _compresses(self, index: int) -> bool:
+        return super()._compresses(index) and index not in self._latecomers
 
     @torch.no_grad()
     def _arrive(self) -> None:
         """Lands what left at the step before, see [Note: late]."""
         if not self._away:
             return
-        self._away = False
+        self._away, ours = False, self._factor  # of the step that is about to leave
+        self._held, self._factor = self._newcomers, 1.0
         if self._squares is not None:
             self.grad_norm, self._squares = self._norms.polled(self._squares.wait()), None
+            self._factor = shortening(self.grad_norm, self.clip)
         if self._land():
-            self.steps += 1
+            self._count_step()
             self._arrived = True
             for bucket in self.buckets:
-                b1 = bucket.betas[0]
-                torch.mul(bucket.m, -b1 if self._leaning else 0.0, out=bucket.ahead)
-                self._learn_moments(bucket)
-                bucket.ahead.add_(bucket.m, alpha=1 + b1)
+                self._look_ahead(bucket)
+        self._held, self._factor = None, ours
+
+    def _unplaced_gradients(self) -> dict[int, Tensor]:
+        """Copies of the gradients that no bucket has room for; hardly ever there are any."""
+        fresh = {i: p.grad for i, p in enumerate(self._parameters) if i not in self._place}
+        return {
+            i: self._unscaled(local_part(gradient).float().clone())
+            for i, gradient in fresh.items()
+            if gradient is not None
+        }
+
+    def _look_ahead(self, bucket: MomentBucket) -> None:
+        """Learns m, and what the weights move by: by m, and from b1 m before to b1 m now."""
+        leaned = bucket.scalar("leaned", 0.0).tolist()
+        bucket.ahead.zero_()
+        for part, before in bucket.runs(leaned.__getitem__):
+            torch.mul(bucket.m[part], -before, out=bucket.ahead[part])
+        self._learn_moments(bucket)
+        for part, (b1, _) in bucket.runs(bucket.betas.__getitem__):
+            bucket.ahead[part].add_(bucket.m[part], alpha=1 + b1)
+        for at in set(range(len(leaned))) - bucket.resting:
+            bucket.scalars["leaned"][at] = bucket.betas[at][0]
 
     @torch.no_grad()
     def _catch_up(self) -> None:
@@ -222,7 +286,7 @@ class OneBitOptimizer(BucketedOptimizer):
         self._arrived, self._leaning = False, True
         for bucket in self.buckets:
             out = _scratch.take(bucket.buffer, "directions")
-            self._direct(bucket, bucket.ahead, out, self.steps)
+            self._direct(bucket, bucket.ahead, out)
             self._move_bucket(bucket, out)
 
     @torch.no_grad()
@@ -234,30 +298,26 @@ class OneBitOptimizer(BucketedOptimizer):
         for bucket in self.buckets:
             if not self._arrived:
                 bucket.ahead.zero_()
-            bucket.ahead.sub_(bucket.m, alpha=bucket.betas[0])
+            bucket.resting = frozenset()  # tensors that rest go back as well
+            leaned = bucket.scalar("leaned", 0.0)
+            for part, b1 in bucket.runs(leaned.tolist().__getitem__):
+                bucket.ahead[part].sub_(bucket.m[part], alpha=b1)
+            leaned.zero_()
         self._arrived = True
         self._catch_up()
         self._leaning = False
 
     def _agreed(self, finite: bool) -> bool:
-        """Also finds the norm of the mean gradients, and which parameters still have none."""
+        """Also finds the norm of the mean gradients."""
         dense = [bucket for bucket in self.buckets if not self._frozen(bucket)]
         if self.compressing and (self._owners is None or not dense):
-            return finite  # everybody has seen the same bits
-        idle = sorted(self._idle & self._place.keys())
-        used = [float(self._has_gradient(index)) for index in idle]
+            return self._shards.all(finite)  # all replicas have seen the same bits
         square = squared_norm([bucket.mine for bucket in dense]) if finite else 0.0
+        verdict = [float(not finite), square]
         if self._owners is not None:  # see [Note: verdicts] in owners.py
-            bad, square, *used = self.wire.agree([float(not finite), square, *used], "sum")
-            finite = not bad
-        self._square = square
-        if finite:
-            self._idle -= {index for index, count in zip(idle, used, strict=True) if count}
-        return finite
-
-    def _has_gradient(self, index: int) -> bool:
-        bucket = self._bucket(index)
-        return bool(bucket.pieces(bucket.mine)[bucket.indices.index(index)].any())
+            verdict = self.wire.agree(verdict, "sum")
+        bad, self._square = self._shards.sum(verdict)
+        return not bad
 
     def _frozen(self, bucket: MomentBucket) -> bool:
         return self.compressing and bucket.compress
@@ -273,11 +333,13 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _payload(self, bucket: MomentBucket) -> None:
         """This rank's gradient is in the buffer; what is to be averaged takes its place."""
-        bucket.buffer.lerp_(bucket.m, bucket.betas[0])
+        for part, (b1, _) in bucket.runs(bucket.betas.__getitem__, resting=True):
+            bucket.buffer[part].lerp_(bucket.m[part], b1)
 
     def _learn_frozen(self, bucket: MomentBucket) -> None:
         """The mean of the payloads is in the buffer."""
-        bucket.m.copy_(bucket.buffer)
+        for part, _ in bucket.runs(lambda at: None):
+            bucket.m[part] = bucket.buffer[part]
 
     def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         """Changes the weights of a bucket; `directions` may be overwritten."""
@@ -288,9 +350,29 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _freeze_bucket(self, bucket: MomentBucket) -> None:
         """See [Note: floor]. The bias correction of this step stays in v."""
-        bucket.v.div_(self._corrections(bucket, self.steps)[1])
-        mean = float(bucket.v.mean()) if self._owners is None else self._owners.equalise(bucket)
-        bucket.v.clamp_(min=FLOOR * mean)
+        for part, second in bucket.runs(
+            lambda at: self._variance_correction(bucket, at), resting=True
+        ):
+            bucket.v[part].div_(second)
+        self._lift(bucket, bucket.v)
+
+    def _lift(self, bucket: MomentBucket, variance: Tensor) -> None:
+        """See [Note: floor]."""
+        sums = torch.stack([piece.double().sum() for piece in bucket.pieces(variance)]).tolist()
+        if self._owners is not None:
+            sums = self._owners.equalise(bucket, sums)
+            sizes = [float(size) for size in bucket.flat.sizes]
+        else:
+            totals = self._shards.sum([*sums, *map(float, bucket.flat.sizes)])
+            sums, sizes = totals[: len(sums)], totals[len(sums) :]
+        whole = sum(sums) / max(1.0, sum(sizes))
+        each = self._one_size(bucket)
+        for piece, total, size in zip(bucket.pieces(variance), sums, sizes, strict=True):
+            piece.clamp_(min=self.floor * (total / size if each and total > 0 else whole))
+
+    def _one_size(self, bucket: MomentBucket) -> bool:
+        """Whether payloads of all tensors are brought to one size before they share a scale."""
+        return self._owners is not None
 
     # -- what methods share -----------------------------------------------------------------------
 
@@ -311,7 +393,7 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _direct_landed(self, bucket: MomentBucket) -> None:
         """The direction into the buffer, right after m was learnt from it."""
-        self._direct(bucket, bucket.m, bucket.mine, self.steps)
+        self._direct(bucket, bucket.m, bucket.mine)
 
     def _move(self) -> None:
         for bucket in self.buckets:
@@ -321,51 +403,69 @@ class OneBitOptimizer(BucketedOptimizer):
         move = self._move_frozen if self._frozen(bucket) else self._move_dense
         move(bucket, bucket.views(directions))
 
-    def _make_direction(self, step: int, bucket: MomentBucket, mean: Tensor) -> Tensor:
+    def _make_direction(self, bucket: MomentBucket, mean: Tensor) -> Tensor:
         """An owner's d from the mean gradient of its part; see owners.py."""
-        m = torch.lerp(bucket.m, mean, 1 - bucket.betas[0])
+        m = bucket.m.clone()
+        for part, (b1, _) in bucket.runs(bucket.betas.__getitem__, resting=True):
+            m[part].lerp_(mean[part], 1 - b1)
         bucket.tentative["exp_avg"] = m
-        return self._direct(bucket, m, mean, step)
+        return self._direct(bucket, m, mean, coming=1)
 
     def _average_moments(self, bucket: MomentBucket) -> None:
         """m and v with the mean gradient of the rank's own values in the buffer."""
-        b1, b2 = bucket.betas
-        bucket.m.lerp_(bucket.mine, 1 - b1)
-        bucket.v.mul_(b2).addcmul_(bucket.mine, bucket.mine, value=1 - b2)
+        for part, (b1, b2) in bucket.runs(bucket.betas.__getitem__):
+            g = bucket.mine[part]
+            bucket.m[part].lerp_(g, 1 - b1)
+            bucket.v[part].mul_(b2).addcmul_(g, g, value=1 - b2)
 
-    def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
-        """What m and v are divided by; a frozen v holds its correction."""
-        if not bucket.groups[0]["bias_correction"]:
-            return 1.0, 1.0
-        b1, b2 = bucket.betas
-        frozen = bucket.compress and self.frozen_at is not None and self.frozen_at < step
-        return 1 - b1**step, 1.0 if frozen else 1 - b2**step
+    def _correction(self, bucket: MomentBucket, at: int, coming: int = 0) -> float:
+        """What m of a tensor is divided by, at its last step or `coming` ones later."""
+        steps = bucket.counts["step"][at] + coming
+        return 1 - bucket.betas[at][0] ** steps if bucket.groups[at]["bias_correction"] else 1.0
 
-    def _direct(self, bucket: MomentBucket, m: Tensor, out: Tensor, step: int) -> Tensor:
-        """m̂ / (sqrt(v̂) + eps) of this rank's own values."""
-        first, second = self._corrections(bucket, step)
+    def _variance_correction(self, bucket: MomentBucket, at: int) -> float:
+        """What v of a tensor is divided by; a frozen one holds its correction."""
+        steps = max(1, bucket.counts["step"][at])
+        return 1 - bucket.betas[at][1] ** steps if bucket.groups[at]["bias_correction"] else 1.0
+
+    def _direct(self, bucket: MomentBucket, m: Tensor, out: Tensor, coming: int = 0) -> Tensor:
+        """m̂ / (sqrt(v̂) + eps) of this rank's own values, the last step's or one to come: then it
+        is not yet known which tensors rest."""
         if self._frozen(bucket):
-            zero = out.new_zeros(())
-            return torch.addcdiv(zero, m, bucket.roots(), value=1 / first, out=out)
+            zero, roots = out.new_zeros(()), bucket.roots()
+            for part, first in bucket.runs(
+                lambda at: self._correction(bucket, at, coming), resting=coming > 0
+            ):
+                torch.addcdiv(zero, m[part], roots[part], value=1 / first, out=out[part])
+            return out
         torch.sqrt(bucket.v, out=out)
-        if second != 1.0:
-            out.div_(math.sqrt(second))
-        for piece, group in zip(bucket.pieces(out), bucket.groups, strict=True):
-            piece.add_(group["eps"])
-        return torch.div(m, out, out=out).div_(first)
+        for part, (first, second, eps) in bucket.runs(
+            lambda at: (
+                self._correction(bucket, at),
+                self._variance_correction(bucket, at),
+                bucket.groups[at]["eps"],
+            )
+        ):
+            root = out[part]
+            if second != 1.0:
+                root.div_(math.sqrt(second))
+            root.add_(eps)
+            torch.div(m[part], root, out=root).div_(first)
+        return out
 
     def _used(self, bucket: MomentBucket) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
-        """(position, parameter, its group) of the tensors that have had a gradient."""
-        for at, index in enumerate(bucket.indices):
-            if index not in self._idle:
-                yield at, bucket.parameters[at], bucket.groups[at]
+        """(position, what this rank has of the parameter, its group) of the tensors in use."""
+        for at, parameter in enumerate(bucket.parameters):
+            if at not in bucket.resting:
+                yield at, local_part(parameter), bucket.groups[at]
 
     # -- clipping ---------------------------------------------------------------------------------
 
     def _squared_gradients(self) -> float:
         """||g_i||² of this rank."""
         scale = 1.0 if self._scale is None else float(self._scale)
-        return squared_norm([p.grad for p in self._parameters if p.grad is not None]) / scale**2
+        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
+        return self._shards.sum([squared_norm(gradients)])[0] / scale**2
 
     def _spread(self) -> float:
         """mean_i ||g_i||², where it is needed."""
@@ -373,7 +473,6 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _measure(self) -> None:
         """The norm of this step's gradients before they are compressed, and what it asks for."""
-        self._factor = 1.0
         if self.clip is None:
             square = self._squared_gradients()
             self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
@@ -398,34 +497,26 @@ class OneBitOptimizer(BucketedOptimizer):
 
     def _due(self) -> bool:
         lr = max(float(group["lr"]) for group in self.param_groups)
-        settled = self._rule.observe(self._square, lr)
+        settled = self._rule.observe(self._square, lr, self.steps)
         return settled if self.freeze_at is None else self.steps >= self.freeze_at
 
     def _freeze(self) -> None:
         self.frozen_at = self.steps
-        # Without a gradient they would get their share of the noise. `late` has larger buckets.
-        if self._idle or self.late:
-            self._arrange([i for b in self.buckets for i in b.indices if i not in self._idle])
+        if self.late:  # it has larger buckets
+            self._arrange([i for bucket in self.buckets for i in bucket.indices])
         for bucket in self.buckets:
             if bucket.compress:
                 self._freeze_bucket(bucket)
             if self.late:
-                torch.mul(bucket.m, bucket.betas[0], out=bucket.ahead)
+                self._begin_to_lean(bucket)
         self._arrived = self.late
         self._show_state()
 
-    def _require_usable_gradients(self) -> None:
-        super()._require_usable_gradients()
-        if not self.compressing:
-            return
-        for index in self._idle:
-            gradient = self._parameters[index].grad
-            if gradient is not None and bool(gradient.any()):
-                raise RuntimeError(
-                    f"{type(self).__name__}: parameter {index} of shape {tuple(gradient.shape)} "
-                    "got its first gradient after the variance was frozen, and has none; put it "
-                    "into a group with compress=False, or set freeze_at= later"
-                )
+    def _begin_to_lean(self, bucket: MomentBucket) -> None:
+        for part, (b1, _) in bucket.runs(bucket.betas.__getitem__):
+            torch.mul(bucket.m[part], b1, out=bucket.ahead[part])
+        leaned = [0.0 if at in bucket.resting else b1 for at, (b1, _) in enumerate(bucket.betas)]
+        bucket.scalar("leaned", 0.0).copy_(torch.tensor(leaned))
 
     def finish(self) -> None:
         self._stand()
@@ -435,6 +526,17 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"{self.steps} steps, all of them dense; set freeze_at below that, or leave it out",
                 stacklevel=2,
             )
+
+    def _replica_shards(self, name: str, inside: Group, shard_state: bool) -> Shards:
+        """Of parameters that FSDP2 has spread over the ranks of a replica."""
+        shards = Shards(self._parameters)
+        if shards.several and (inside is not None or shard_state):
+            raise ValueError(
+                f"{name}: FSDP2 has spread the parameters over the ranks of a replica already; "
+                f"leave {'inside=' if inside is not None else 'shard_state='} out, and give the "
+                "replica dimension of the mesh as group="
+            )
+        return shards
 
     def _check_start(self) -> None:
         if self._nodes is not None:
@@ -505,6 +607,7 @@ class OneBitOptimizer(BucketedOptimizer):
     def _settings(self) -> dict[str, Any]:
         own = {
             "freeze_at": self.freeze_at,
+            "floor": self.floor,
             "clip": self.clip,
             "dense": repr(self.dense),
             "shard_state": self._owners is not None,
@@ -515,6 +618,7 @@ class OneBitOptimizer(BucketedOptimizer):
     def _kept(self) -> State:
         return {
             "frozen_at": self.frozen_at,
+            "latecomers": sorted(self._latecomers),
             "sharded": self._owners is not None,
             "rule": self._rule.state_dict(),
             "norms": self._norms.state_dict(),
@@ -531,7 +635,9 @@ class OneBitOptimizer(BucketedOptimizer):
                 f"shard_state={not sharded}; load it as it was saved"
             )
         self.frozen_at = kept["frozen_at"]
-        self._away = False
+        self._latecomers = set(kept.get("latecomers", ()))
+        self._away, self._factor, self._squares, self._waiting = False, 1.0, None, None
+        self._held, self._newcomers = None, {}
         self._arrived, self._leaning = kept.get("arrived", False), kept.get("leaning", False)
         self._rule.load_state_dict(kept["rule"])
         self._norms.load_state_dict(kept.get("norms", {"dense": []}))

@@ -54,6 +54,9 @@ class OneBitAdam(OneBitOptimizer):
         forget: let the frozen variance forget the large gradients of the first steps, see
             [Note: forgetting]. False keeps it as it is, as published. No effect without
             bias_correction.
+        floor: least variance of a value at the freeze, as a share of the mean over its tensor, or
+            its bucket if not `whiten`: [Note: floor] in one_bit.py. 0 freezes it as it is, as
+            published.
         freeze_at: number of dense steps. Set it when the automatic rule freezes too late for your
             traffic, or so early that the loss falls behind AdamW's: 15 % of the run is usual.
         clip: largest norm of the gradient of all replicas. Compressed buckets then leave only after
@@ -91,26 +94,25 @@ class OneBitAdam(OneBitOptimizer):
         **stages: Unpack[StageSettings],
     ) -> None:
         self.whiten, self.forget = whiten, forget
-        self._paces: dict[int, float] = {}  # on the directions in a bucket's buffer, by its id
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
-        known = sorted({group["betas"][1] for group in self.param_groups})
-        self._levels = {b2: VarianceLevel(b2) for b2 in known}
+        # By the group's b2, each group with its own: a scheduler may change some of them.
+        self._levels = [VarianceLevel(group["betas"][1]) for group in self.param_groups]
 
     def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
-        pace = self._paces.pop(id(bucket), 1.0)
+        paces, bucket.paces = bucket.paces, {}
         for at, x, group in self._used(bucket):
             lr = float(group["lr"])
             x.mul_(1 - lr * group["weight_decay"])
-            x.sub_(directions[at], alpha=lr * pace)
+            x.sub_(directions[at], alpha=lr * paces.get(at, 1.0))
 
     _move_frozen = _move_dense
 
     def _clip_mean(self, spread: float) -> None:
         super()._clip_mean(spread)
         norm = self.grad_norm if self.clip is None else min(self.grad_norm, self.clip)
-        for level in self._levels.values():
-            level.observe(norm**2)
+        for level, group in zip(self._levels, self.param_groups, strict=bool(self._levels)):
+            level.observe(norm**2, group["betas"][1])
 
     def _payload(self, bucket: MomentBucket) -> None:
         super()._payload(bucket)
@@ -118,29 +120,39 @@ class OneBitAdam(OneBitOptimizer):
             bucket.buffer.div_(bucket.roots())
 
     def _learn_frozen(self, bucket: MomentBucket) -> None:
-        if self.whiten:
-            torch.mul(bucket.buffer, bucket.roots(), out=bucket.m)
-        else:
+        if not self.whiten:
             super()._learn_frozen(bucket)
+            return
+        for part, _ in bucket.runs(lambda at: None):
+            torch.mul(bucket.buffer[part], bucket.roots()[part], out=bucket.m[part])
+
+    def _one_size(self, bucket: MomentBucket) -> bool:
+        return self.whiten or super()._one_size(bucket)
 
     def _direct_landed(self, bucket: MomentBucket) -> None:
-        if self.whiten and self._frozen(bucket):  # the buffer holds m in units of steps
-            self._paces[id(bucket)] = 1 / self._corrections(bucket, self.steps)[0]
-        else:
+        if not (self.whiten and self._frozen(bucket)):
             super()._direct_landed(bucket)
+            return
+        # The buffer holds m in units of steps already: all but m's correction, one number.
+        used = set(range(len(bucket.indices))) - bucket.resting
+        bucket.paces = {at: 1 / self._correction(bucket, at) for at in used}
 
-    def _corrections(self, bucket: MomentBucket, step: int) -> tuple[float, float]:
-        first, second = super()._corrections(bucket, step)
-        level = self._levels.get(bucket.betas[1]) if self.forget else None
-        if level is not None and self._frozen(bucket) and bucket.groups[0]["bias_correction"]:
-            first *= math.sqrt(level.factor(step))
-        return first, second
+    def _correction(self, bucket: MomentBucket, at: int, coming: int = 0) -> float:
+        first = super()._correction(bucket, at, coming)
+        group = bucket.groups[at]
+        if self.forget and self._frozen(bucket) and group["bias_correction"] and self._levels:
+            level = self._levels[self._number_of(group)]
+            first *= math.sqrt(level.factor(self.steps + coming))
+        return first
+
+    def _number_of(self, group: dict[str, Any]) -> int:
+        return next(n for n, other in enumerate(self.param_groups) if other is group)
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | {"whiten": self.whiten, "forget": self.forget}
 
     def _kept(self) -> State:
-        levels = [level.state_dict() for level in self._levels.values()]
+        levels = [level.state_dict() for level in self._levels]
         return super()._kept() | {"whiten": self.whiten, "levels": levels}
 
     def _restore(self, kept: State) -> None:
@@ -152,7 +164,13 @@ class OneBitAdam(OneBitOptimizer):
                 "was frozen, and its errors are in those units; load it as it was saved"
             )
         super()._restore(kept)
-        self._levels = {}  # none in states from before there was forgetting: v stays as it is
-        for saved in kept.get("levels", []):
-            level = self._levels[saved["beta2"]] = VarianceLevel(saved["beta2"])
-            level.load_state_dict(saved)
+        # None in states from before there was forgetting: v stays as it is. Others once had one
+        # level for all groups of the same b2.
+        saved = kept.get("levels", [])
+        if len(saved) != len(self.param_groups):
+            by_beta = {level["beta2"]: level for level in saved}
+            found = [by_beta.get(group["betas"][1]) for group in self.param_groups]
+            saved = [level for level in found if level is not None] if all(found) else []
+        self._levels = [VarianceLevel(level["beta2"]) for level in saved]
+        for level, values in zip(self._levels, saved, strict=True):
+            level.load_state_dict(values)

@@ -15,12 +15,14 @@ Per tensor x (the stages, the freeze and the floor are in one_bit.py):
 One scale serves a whole bucket, so k brings its tensors to one size before they are compressed. r
 follows how far the variance has gone since it was frozen. c_avg is de-biased (ĉ) and averaged at
 every step: an average that starts from 0, or skips a c of exactly 1, would hold a tensor for ever.
+`debias=False` leaves the bias in, as published.
 
 Paper: 1-bit LAMB, arXiv 2104.06069.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.checks import require_bounds, require_share
+from thinwire.optim.flat import local_part
 from thinwire.optim.lamb import Bounds, coefficients
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
@@ -49,7 +52,9 @@ class OneBitLamb(OneBitOptimizer):
         factor: (r_min, r_max), the bounds of r.
         factor_threshold: how much r may change in a step. Lower it when the loss jumps after the
             freeze.
-        freeze_at, clip, dense, bucket_mb, overlap, group, inside, shard_state: as in
+        debias: divide c_avg by 1 - b3^t at the freeze. False leaves it too short by that, as
+            published; it matters if the freeze comes within some 30 steps.
+        floor, freeze_at, clip, dense, bucket_mb, overlap, group, inside, shard_state, late: as in
             `OneBitAdam`.
     """
 
@@ -68,6 +73,7 @@ class OneBitLamb(OneBitOptimizer):
         coefficient_beta: float = 0.9,
         factor: Bounds = (0.5, 4.0),
         factor_threshold: float = 0.1,
+        debias: bool = True,
         **stages: Unpack[StageSettings],
     ) -> None:
         require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
@@ -76,7 +82,7 @@ class OneBitLamb(OneBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
         self._b3, self._bounds, self._threshold = coefficient_beta, factor, factor_threshold
-        self._ratios: dict[int, Tensor] = {}  # of this step, by the bucket's id
+        self.debias = debias
         super().__init__(params, defaults, **stages)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
@@ -90,16 +96,27 @@ class OneBitLamb(OneBitOptimizer):
     def _move_dense(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
         self._add_decay(bucket, directions)
         c = self._coefficients(bucket, directions)
-        average = self._scalar(bucket, "coefficient", 0.0)
-        average.lerp_(c, 1 - self._b3)
+        average = bucket.scalar("coefficient", 0.0)
+        bucket.set_scalar("coefficient", average.lerp(c, 1 - self._b3))
         self._shift(bucket, directions, c)
 
     def _coefficients(self, bucket: MomentBucket, updates: list[Tensor]) -> Tensor:
+        """c of every tensor, (L,)."""
+        lengths = self._norms_of([local_part(x) for x in bucket.parameters])
+        steps = self._norms_of(updates)
         each = [
-            coefficients([x], [u], group["coefficient"], group["phi"])
-            for x, u, group in zip(bucket.parameters, updates, bucket.groups, strict=True)
+            coefficients(lengths[at], steps[at], group["coefficient"], group["phi"])
+            for at, group in enumerate(bucket.groups)
         ]
-        return torch.cat(each)
+        return torch.stack(each)
+
+    def _norms_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """(L,), of which FSDP2 may have left this rank a part of each."""
+        norms = torch.stack([torch.linalg.vector_norm(t.float()) for t in tensors])
+        if not self._shards.several:
+            return norms
+        squares = self._shards.sum(norms.double().square().tolist())
+        return torch.tensor(squares, device=norms.device).sqrt().to(norms.dtype)
 
     # -- freeze -----------------------------------------------------------------------------------
 
@@ -107,10 +124,21 @@ class OneBitLamb(OneBitOptimizer):
         super()._freeze_bucket(bucket)
         bucket.new_moment("fresh_sq").copy_(bucket.v)
         bucket.new_scalar("factor", 1.0)
-        self._scalar(bucket, "coefficient", 0.0).div_(1 - self._b3**self.steps)
+        average = bucket.scalar("coefficient", 0.0)
+        for at, steps in enumerate(bucket.counts["step"] if self.debias else ()):
+            average[at].div_(1 - self._b3 ** max(1, steps))
         if self._owners is None:
-            sizes = torch.stack([m.norm() / m.numel() ** 0.5 for m in bucket.pieces(bucket.m)])
-            bucket.new_scalar("scale", 1.0).copy_(equalising(sizes))
+            bucket.new_scalar("scale", 1.0).copy_(equalising(self._momentum_sizes(bucket)))
+
+    def _one_size(self, bucket: MomentBucket) -> bool:
+        return True
+
+    def _momentum_sizes(self, bucket: MomentBucket) -> Tensor:
+        """s of every tensor, (L,)."""
+        pieces = bucket.pieces(bucket.m)
+        counts = torch.tensor(self._shards.sum([float(m.numel()) for m in pieces]))
+        norms = self._norms_of(pieces)
+        return norms / counts.to(norms).clamp(min=1).sqrt()
 
     # -- compressed -------------------------------------------------------------------------------
 
@@ -121,19 +149,21 @@ class OneBitLamb(OneBitOptimizer):
 
     def _learn_frozen(self, bucket: MomentBucket) -> None:
         """The new momentum, and the gradient it implies into the fresh variance."""
-        (b1, b2), new, m = bucket.betas, bucket.buffer, bucket.m
-        for view, k in zip(bucket.views(new), bucket.scalars["scale"], strict=True):
+        for view, k in zip(bucket.views(bucket.buffer), bucket.scalars["scale"], strict=True):
             view.div_(k)
-        torch.sub(new, m, alpha=b1, out=m)  # the gradient, times 1-b1
-        bucket.moments["fresh_sq"].mul_(b2).addcmul_(m, m, value=(1 - b2) / (1 - b1) ** 2)
-        m.copy_(new)
-        self._ratios[id(bucket)] = self._own_ratios(bucket, scratch=new)
+        for part, (b1, b2) in bucket.runs(bucket.betas.__getitem__):
+            new, m, fresh = bucket.buffer[part], bucket.m[part], bucket.moments["fresh_sq"][part]
+            torch.sub(new, m, alpha=b1, out=m)  # the gradient, times 1-b1
+            fresh.mul_(b2).addcmul_(m, m, value=(1 - b2) / (1 - b1) ** 2)
+            m.copy_(new)
+        bucket.ratios = self._own_ratios(bucket, scratch=bucket.buffer)
 
-    def _make_direction(self, step: int, bucket: MomentBucket, mean: Tensor) -> Tensor:
-        b2 = bucket.betas[1]
-        fresh = bucket.moments["fresh_sq"] * b2
-        bucket.tentative["fresh_sq"] = fresh.addcmul_(mean, mean, value=1 - b2)
-        return super()._make_direction(step, bucket, mean)
+    def _make_direction(self, bucket: MomentBucket, mean: Tensor) -> Tensor:
+        fresh = bucket.moments["fresh_sq"].clone()
+        for part, (_, b2) in bucket.runs(bucket.betas.__getitem__, resting=True):
+            fresh[part].mul_(b2).addcmul_(mean[part], mean[part], value=1 - b2)
+        bucket.tentative["fresh_sq"] = fresh
+        return super()._make_direction(bucket, mean)
 
     def _move(self) -> None:
         if self._owners is not None:
@@ -141,10 +171,10 @@ class OneBitLamb(OneBitOptimizer):
         super()._move()
 
     def _move_frozen(self, bucket: MomentBucket, directions: list[Tensor]) -> None:
-        plain = torch.stack([u.norm() for u in directions])  # ||u0||
+        plain = self._norms_of(directions)  # ||u0||
         self._add_decay(bucket, directions)
-        rho = plain / torch.stack([u.norm() for u in directions])
-        ratios = self._ratios.pop(id(bucket), None)
+        rho = plain / self._norms_of(directions)
+        ratios, bucket.ratios = bucket.ratios, None
         if ratios is None:  # of a momentum that had landed when the state was saved
             ratios = self._own_ratios(bucket, torch.empty_like(bucket.v))
         r = self._factors(bucket, ratios, rho)
@@ -158,7 +188,7 @@ class OneBitLamb(OneBitOptimizer):
         values = self.wire.agree(torch.cat(own).tolist())
         together = torch.tensor(values, dtype=torch.float32).split([r.numel() for r in own])
         for bucket, ratios in zip(buckets, together, strict=True):
-            self._ratios[id(bucket)] = ratios.to(bucket.buffer.device)
+            bucket.ratios = ratios.to(bucket.buffer.device)
 
     def _own_ratios(self, bucket: MomentBucket, scratch: Tensor) -> Tensor:
         """max_j (sqrt(v) + eps) / (sqrt(vf) + eps) of every tensor, (L,), over this rank's own
@@ -168,7 +198,10 @@ class OneBitLamb(OneBitOptimizer):
             piece.add_(group["eps"])
         torch.div(bucket.roots(), scratch, out=scratch)
         none = scratch.new_zeros(())
-        return torch.stack([p.amax() if p.numel() else none for p in bucket.pieces(scratch)])
+        own = torch.stack([p.amax() if p.numel() else none for p in bucket.pieces(scratch)])
+        if not self._shards.several:
+            return own
+        return torch.tensor(self._shards.max(own.tolist()), device=own.device).to(own.dtype)
 
     def _factors(self, bucket: MomentBucket, ratios: Tensor, rho: Tensor) -> Tensor:
         rho = rho.nan_to_num(1.0).clamp(max=1.0)  # no update at all: nothing to mix
@@ -180,27 +213,24 @@ class OneBitLamb(OneBitOptimizer):
         r = torch.minimum(
             torch.maximum(r, before * (1 - self._threshold)), before * (1 + self._threshold)
         )
-        return before.copy_(r)
+        return bucket.set_scalar("factor", r)
 
     # -- both -------------------------------------------------------------------------------------
 
     def _add_decay(self, bucket: MomentBucket, updates: list[Tensor]) -> None:
-        for u, x, group in zip(updates, bucket.parameters, bucket.groups, strict=True):
+        for at, x, group in self._used(bucket):
             if group["weight_decay"]:
-                u.add_(x, alpha=group["weight_decay"])
+                updates[at].add_(x, alpha=group["weight_decay"])
 
     def _shift(self, bucket: MomentBucket, updates: list[Tensor], lengths: Tensor) -> None:
         for at, x, group in self._used(bucket):
             x.addcmul_(updates[at], lengths[at], value=-float(group["lr"]))
-
-    def _scalar(self, bucket: MomentBucket, name: str, start: float) -> Tensor:
-        held = bucket.scalars.get(name)
-        return bucket.new_scalar(name, start) if held is None else held
 
     def _settings(self) -> dict[str, Any]:
         own = {
             "coefficient_beta": self._b3,
             "factor": self._bounds,
             "factor_threshold": self._threshold,
+            "debias": self.debias,
         }
         return super()._settings() | own

@@ -69,13 +69,12 @@ class Owners:
         for flight in flights:
             flight.wait()
 
-    def equalise(self, bucket: MomentBucket) -> float:
-        """At the freeze: k of every tensor, from v; returns the mean of v."""
-        own = torch.stack([piece.double().sum() for piece in bucket.pieces(bucket.v)])
-        sums = torch.tensor(self.wire.agree(own.tolist(), "sum"), dtype=torch.float64)
-        sizes = (sums / torch.tensor(bucket.flat.sizes)).sqrt()
-        bucket.new_scalar("scale", 1.0).copy_(equalising(sizes))
-        return float(sums.sum()) / bucket.flat.numel
+    def equalise(self, bucket: MomentBucket, own: Sequence[float]) -> list[float]:
+        """At the freeze: k of every tensor, from the sums of this rank's v; returns all ranks'."""
+        sums = self.wire.agree(own, "sum")
+        means = torch.tensor(sums, dtype=torch.float64) / torch.tensor(bucket.flat.sizes)
+        bucket.new_scalar("scale", 1.0).copy_(equalising(means.sqrt()))
+        return sums
 
     def whole(self, bucket: MomentBucket, own: Tensor, wire: Wire) -> Tensor:
         """A moment of all values of a bucket; a collective over `wire`, of the same ranks."""

@@ -29,6 +29,18 @@ class Shards:
             )
         self._wire = Wire(mesh, name="shards")
 
+    @property
+    def several(self) -> bool:
+        """Whether a replica is spread over ranks at all."""
+        return self._wire is not None
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Numbers of which each rank of the replica has its part."""
+        return list(values) if self._wire is None else self._wire.agree(values, "sum")
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return list(values) if self._wire is None else self._wire.agree(values, "max")
+
     def norm(self, local: Tensor) -> float:
         """The Euclidean norm of a flat tensor of which each rank holds a part."""
         own = float(torch.linalg.vector_norm(local))

@@ -21,6 +21,7 @@ class CommonStageSettings(TypedDict, total=False):
     """See `OneBitAdam`, which explains them; `OneBitOptimizer` has the defaults."""
 
     freeze_at: int | None
+    floor: float
     clip: float | None
     dense: Codec | None
     bucket_mb: float | None

@@ -26,9 +26,10 @@ class VarianceLevel:
         self._steps = 0  # dense ones
         self._latest: deque[float] = deque(maxlen=max(1, round(1 / (1 - beta2))))
 
-    def observe(self, square: float) -> None:
-        """After a dense step: the squared norm of the gradient that v has seen."""
+    def observe(self, square: float, beta2: float | None = None) -> None:
+        """After a dense step: the squared norm of the gradient that v has seen, and its b2."""
         self._steps += 1
+        self._b2 = self._b2 if beta2 is None else beta2
         self._sum = self._b2 * self._sum + (1 - self._b2) * square
         self._latest.append(square)
 
@@ -49,5 +50,5 @@ class VarianceLevel:
         return {"beta2": self._b2} | seen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sum, self._steps = state["sum"], state["steps"]
+        self._b2, self._sum, self._steps = state["beta2"], state["sum"], state["steps"]
         self._latest = deque(state["latest"], maxlen=self._latest.maxlen)

@@ -45,6 +45,9 @@ class OneBitSettings:
     freeze_at: int = 0
     """Dense steps before the variance is frozen and one bit a value is sent; 0 finds it by itself.
     Raise it when the loss falls behind the dense method's, lower it to save traffic."""
+    floor: float = 0.01
+    """Least variance of a value at the freeze, as a share of the mean over its tensor or bucket; 0
+    as published. Raise it when the loss jumps at the freeze."""
     dense: str = AUTO
     """Form of the gradients until then: fp32, bf16, fp16, int8, or auto: int8, with --shard-state
     bf16. fp32 when the warm-up is unstable."""
@@ -91,6 +94,9 @@ class OneBitLambSettings(SameStepSettings):
     factor_threshold: float = 0.1
     """How much the correction for the frozen variance may change in a step. Lower it when the loss
     jumps after the freeze."""
+    debias: bool = True
+    """Correct the mean coefficient for having started from 0; --no-debias leaves it, as
+    published."""
 
 
 @dataclass
@@ -98,8 +104,11 @@ class ZeroOneAdamSettings(OneBitSettings):
     """0/1 Adam."""
 
     double_after: int = 16
-    """Dense refreshes, and later exchanges, after which their spacing doubles. Raise it when the
-    loss falls behind one-bit-adam's, lower it in short runs."""
+    """Dense refreshes of the variance after which their spacing doubles. Raise it when the loss
+    falls behind one-bit-adam's before the freeze."""
+    local_double_after: int = 64
+    """Steps after which the spacing of exchanges doubles. Raise it when the loss falls behind
+    one-bit-adam's after the freeze, lower it in short runs; published 32678."""
     longest: int = 16
     """Most steps between two exchanges. Lower it when the loss swings with them."""
 
@@ -130,6 +139,7 @@ def build_one_bit_lamb(
         _groups(inner, "one-bit-lamb"),
         coefficient=(settings.min_coefficient, settings.max_coefficient),
         factor_threshold=settings.factor_threshold,
+        debias=settings.debias,
         group=group,
         shard_state=settings.shard_state,
         late=settings.late,
@@ -143,6 +153,7 @@ def build_zero_one(
     return ZeroOneAdam(
         _groups(inner, "zero-one-adam"),
         double_after=settings.double_after,
+        local_double_after=settings.local_double_after,
         longest=settings.longest,
         group=group,
         **_shared(settings),

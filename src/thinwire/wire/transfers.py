@@ -79,6 +79,16 @@ def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> 
     return Phase(collectives.all_reduce(buffer, group, op))
 
 
+def union(flags: Tensor, group: ProcessGroup) -> Phase:
+    sent = flags.clone()
+    rows = torch.empty(group.size(), flags.numel(), dtype=flags.dtype, device=flags.device)
+
+    def land(_in_use: Tensor = sent) -> None:
+        torch.amax(rows, dim=0, out=flags)
+
+    return Phase(collectives.all_gather(rows, sent, group), land)
+
+
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Phase:
     received = torch.empty_like(rows)
     sent = rows.clone()

@@ -192,6 +192,19 @@ class Wire:
             return Flight(flat, self.account)
         return carrier.launch(flat, lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group))
 
+    def union(self, flags: Sequence[bool]) -> Flight:
+        """Which of some flags are set on any rank: a flight of as many bytes, 0 or 1.
+
+        One message to each of the others and no more: it arrives before a mean that was launched
+        at the same time.
+        """
+        self._require_open()
+        flat = torch.tensor(list(flags), dtype=torch.uint8)
+        carrier = self._carrier
+        if carrier is None or not len(flags):
+            return Flight(flat, self.account)
+        return carrier.launch(flat, lambda b: transfers.union(b, carrier.group))
+
     def scatter_mean(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
         """The mean over the ranks of this rank's own part of `flat`, into that part.
 

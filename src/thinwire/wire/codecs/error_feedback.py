@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.codecs.base import Codec, Split
-from thinwire.wire.codecs.feedback import Feedback, Mean, State
+from thinwire.wire.codecs.feedback import Feedback, Mean, State, restore
 
 
 class ErrorFeedback(Feedback):
@@ -60,9 +60,9 @@ class ErrorFeedback(Feedback):
     def decode(self, payload: Tensor, split: Split, row: int, out: Tensor) -> Tensor:
         return self.codec.decode(payload, split.part, out)
 
-    def settle(self, taken: bool) -> None:
-        self.worker.settle(taken)
-        self.owner.settle(taken)
+    def settle(self, taken: bool, unused: Sequence[slice] = ()) -> None:
+        self.worker.settle(taken, unused)
+        self.owner.settle(taken, unused, self._begins)
 
     def state_dict(self) -> State:
         return {"worker": self.worker.error, "owner": self.owner.error}
@@ -130,8 +130,9 @@ class _Memory:
         self._next = codec.lose(payload, part, z, x)
         return payload
 
-    def settle(self, taken: bool) -> None:
+    def settle(self, taken: bool, unused: Sequence[slice], begins: int = 0) -> None:
         if taken and self._next is not None:
+            restore(self._next, self.error, unused, begins)
             self.error, self._next = self._next, self.error
         self._spare, self._next = self._next, None
 

@@ -30,6 +30,8 @@ class Feedback(ABC):
     tentative = False
     """See [Note: tentative]."""
     _in_the_air = False
+    _begins = 0
+    """Where in the buffer the part begins whose mean this rank computes."""
 
     @abstractmethod
     def fresh(self, sizes: Sequence[int] | None = None) -> "Feedback":
@@ -51,6 +53,7 @@ class Feedback(ABC):
                 f"wait for that flight, or make one {name} for each buffer that is sent"
             )
         self.require(numel, size, rank)
+        self._begins = 0 if self.gathers(size) else rank * self.split(numel, size).part
         self._in_the_air = True
 
     def touch_down(self) -> None:
@@ -87,8 +90,12 @@ class Feedback(ABC):
         """(rows, bytes) -> parts `row`, `row` + 1, ... into `out`."""
 
     @abstractmethod
-    def settle(self, taken: bool) -> None:
-        """Takes over what the last payload left behind, or drops it with the skipped step."""
+    def settle(self, taken: bool, unused: Sequence[slice] = ()) -> None:
+        """Takes over what the last payload left behind, or drops it with the skipped step.
+
+        `unused` are the parts of the buffer of which nothing is used though the step is taken
+        (tensors that no rank has a gradient for): they are remembered as they were before.
+        """
 
     @abstractmethod
     def state_dict(self) -> State:
@@ -103,3 +110,10 @@ class Feedback(ABC):
 
     @abstractmethod
     def load_portable_state(self, state: State, size: int, rank: int) -> None: ...
+
+
+def restore(after: Tensor, before: Tensor | None, unused: Sequence[slice], begins: int = 0) -> None:
+    """Puts back what was remembered of some parts of the buffer; `after` begins at `begins`."""
+    for part in unused:
+        start, stop = max(0, part.start - begins), max(0, part.stop - begins)
+        after[start:stop] = 0 if before is None else before[start:stop]

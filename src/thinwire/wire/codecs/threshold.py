@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.codecs.base import Split
-from thinwire.wire.codecs.feedback import Feedback, Mean, State
+from thinwire.wire.codecs.feedback import Feedback, Mean, State, restore
 from thinwire.wire.codecs.selection import is_due, select
 from thinwire.wire.codecs.sparse import SMALL, Segment, SparseRow, check_sparse
 
@@ -135,6 +135,7 @@ class Threshold(Feedback):
         for at, row in enumerate(rows):
             part = slice(at * split.part, (at + 1) * split.part)
             places, broken = side.select(z[part], forms[row], row, due)
+            side.starts[row] = [row * split.part + s.start for s in forms[row].segments]
             forms[row].pack(z[part], places, payload[at], broken=broken, take_out=True)
             side.spend(places, part)
             side.sent += places.numel()
@@ -166,9 +167,9 @@ class Threshold(Feedback):
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def settle(self, taken: bool) -> None:
-        self.worker.settle(taken)
-        self.owner.settle(taken)
+    def settle(self, taken: bool, unused: Sequence[slice] = ()) -> None:
+        self.worker.settle(taken, unused)
+        self.owner.settle(taken, unused, self._begins)
         self.steps += taken
 
     def state_dict(self) -> State:
@@ -219,6 +220,7 @@ class _Side:
     ) -> None:
         self.error, self.velocity = error, velocity
         self.thresholds = thresholds or {}  # of the segments, by row
+        self.starts: dict[int, list[int]] = {}  # where in the buffer a row's segments begin
         self.sent = self.out_of = 0  # values in the last payload, and among how many
         self._next: Tensor | None = None
         self._next_velocity: Tensor | None = None
@@ -259,13 +261,24 @@ class _Side:
         if self._next_velocity is not None:
             self._next_velocity[part][places] = 0
 
-    def settle(self, taken: bool) -> None:
+    def settle(self, taken: bool, unused: Sequence[slice], begins: int = 0) -> None:
         """The memory of what was replaced serves the next payload."""
         if not taken or self._next is None:
             return
+        restore(self._next, self.error, unused, begins)
+        if self._next_velocity is not None:
+            restore(self._next_velocity, self.velocity, unused, begins)
+        self._keep_thresholds(unused)
         self.error, self._next = self._next, self.error
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
         self.thresholds = self._next_thresholds
+
+    def _keep_thresholds(self, unused: Sequence[slice]) -> None:
+        for row, starts in self.starts.items() if unused else ():
+            before = self.thresholds.get(row)
+            for at, start in enumerate(starts):
+                if before is not None and any(p.start <= start < p.stop for p in unused):
+                    self._next_thresholds[row][at] = before[at]
 
 
 def _sum(x: Tensor, kept: Tensor | None, factor: float, out: Tensor | None) -> Tensor:
