@@ -41,3 +41,9 @@ class Shards:
         if self._wire is None:
             return verdict
         return bool(self._wire.agree([float(verdict)], "min")[0])
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Each value's largest over the ranks of the replica."""
+        if self._wire is None:
+            return values
+        return self._wire.agree(values, "max")
