@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py             4 replicas, 480 steps, 3 seeds, rounds of 16 (and 40)
     python benchmarks/quality.py --quick     60 steps, 1 seed, rounds of 10: under a minute
+    python benchmarks/quality.py --only sparseloco        the methods with that in their name
 
 Four real workers on loopback, a byte-level GPT of 0.3M parameters on the Python standard library,
 AdamW inside, the mean of the replicas evaluated at the end (`finish()`), the same data, weights and
@@ -58,16 +59,24 @@ METHODS: dict[str, Callable[[Inner, int], tw.WireOptimizer]] = {
     "co2 1/.2, no penalty": lambda inner, every: tw.CO2(inner, every=every, penalty=1.0),
     "eager .4/.9 nesterov": lambda inner, every: tw.Eager(inner, every=every),
 }
+_TOP_K = tw.codecs.TopK
+for _form, _gather in (("published", True), ("top-k twice", False)):
+    METHODS[f"sparseloco 1/0, {_form}"] = lambda inner, every, gather=_gather: tw.SparseLoCo(
+        inner, every=every, codec=tw.codecs.ErrorFeedback(_TOP_K(gather=gather), decay=0.95)
+    )
 LONG_ROUNDS = {"slowmo 1/.5", "diloco .7/.9 nesterov", "overlapped 1/.5"} | {
     "co2 1/.2, gap",
     "co2 1/.2, no penalty",
 }
-BLOCKING = {"ddp (every step)", "slowmo 1/.5", "local sgd 1/0", "diloco .7/.9 nesterov"}
+BLOCKING = {"ddp (every step)", "slowmo 1/.5", "local sgd 1/0", "diloco .7/.9 nesterov"} | {
+    name for name in METHODS if name.startswith("sparseloco")
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
     quick = parser.parse_args().quick
     with Lab(REPLICAS, None) as lab:
         lines: list[str] = []
@@ -93,12 +102,17 @@ def worker(quick: bool) -> None:
     steps, seeds, rounds = (60, 1, [10]) if quick else (480, 3, [16, 40])
     names = ["ddp (every step)", "slowmo 1/.5", "overlapped 1/.5", "co2 1/.2, gap"]
     for seed in range(seeds):
-        for name in names if quick else METHODS:
+        for name in names if quick else filter(_wanted, METHODS):
             for every in rounds if name in LONG_ROUNDS else rounds[:1]:
                 loss = train(name, every, steps, seed)
                 if os.environ["RANK"] == "0":
                     record = {"method": name, "every": every, "seed": seed, "loss": loss}
                     print(json.dumps(record), flush=True)
+
+
+def _wanted(name: str) -> bool:
+    only = sys.argv.index("--only") if "--only" in sys.argv else None
+    return only is None or sys.argv[only + 1] in name
 
 
 def train(name: str, every: int, steps: int, seed: int) -> float:

@@ -1,6 +1,7 @@
 """The engine on real ranks against the sequential oracle, and the identities between methods."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -230,3 +231,48 @@ def test_replicas_that_start_apart_are_named(ranks) -> None:
     for message in ranks(3, different_start):
         assert "ranks 0, 1" in message
         assert "rank 2" in message
+
+
+SCHEDULES = [lambda step: 0.1 * 0.97**step, lambda step: 0.02 * (1 + step / 10)]
+
+
+def slowmo_in_groups() -> list[Tensor]:
+    """Two parameter groups whose rates fall and rise, tensors of both in turn."""
+    tw.init()
+    weights = [nn.Parameter(part.clone()) for part in oracle.start_point(NUMEL).split(10)]
+    groups = [{"params": weights[0::2], "lr": 0.1}, {"params": weights[1::2], "lr": 0.1}]
+    optimizer = tw.SlowMo(torch.optim.SGD(groups), every=4)
+    gradient = oracle.quadratic(2, NUMEL)
+    for step in range(1, 25):
+        for group, schedule in zip(optimizer.param_groups, SCHEDULES, strict=True):
+            group["lr"] = schedule(step)
+        whole = torch.cat([w.detach() for w in weights])
+        parts = gradient(optimizer.wire.rank, step, whole).split(10)
+        for weight, part in zip(weights, parts, strict=True):
+            weight.grad = part.clone()
+        optimizer.step()
+    return [w.detach().clone() for w in weights]
+
+
+def slowmo_as_published(rates: Callable[[int], Tensor]) -> Tensor:
+    """u = b u + (x - mean y) / lr ;  x = x - lr u, with the lr of each value's own group."""
+    gradient, x = oracle.quadratic(2, NUMEL), oracle.start_point(NUMEL)
+    u = torch.zeros(NUMEL)
+    for first in range(1, 25, 4):
+        y = [x.clone(), x.clone()]
+        for step in range(first, first + 4):
+            y = [y[i] - rates(step) * gradient(i, step, y[i]) for i in range(2)]
+        u = 0.5 * u + (x - oracle.mean(y)) / rates(first + 3)
+        x = x - rates(first + 3) * u
+    return x
+
+
+def test_slowmo_follows_the_schedule_of_each_group(ranks) -> None:
+    group = torch.arange(NUMEL) // 10 % 2
+
+    def rates(step: int) -> Tensor:
+        return torch.tensor([schedule(step) for schedule in SCHEDULES])[group]
+
+    wanted = slowmo_as_published(rates)
+    for got in ranks(2, slowmo_in_groups):
+        torch.testing.assert_close(torch.cat(got), wanted, rtol=1e-4, atol=1e-5)

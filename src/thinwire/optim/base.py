@@ -12,6 +12,9 @@ and the overflow flag instead (`_step_supports_amp_scaling`): GradScaler sets th
 it. A method whose replicas take the same step decides with all of them; one whose replicas step by
 themselves calls `_inner_step`. Scales are each replica's own and may differ, so gradients are
 unscaled before they are sent.
+
+[Note: loading] A method never keeps a tensor of the dictionary it was given: a caller may load the
+same one twice, to go back a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.flat import local_part
+from thinwire.optim.finite import StepGuard
+from thinwire.optim.flat import Unchanged, local_part, shard_of
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.meeting import Meeting
@@ -42,6 +46,7 @@ class WireOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, defaults)
         self._parameters: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
+        self._complex = [p for p in self._parameters if p.is_complex()]
         self.group = group
         self._meeting: Wire | None = None
         self.wire = Wire(group, name=name)
@@ -66,6 +71,7 @@ class WireOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._resolve_conjugates()
         self._require_same_start()
         self._step()
         self.account.tick()
@@ -73,6 +79,14 @@ class WireOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must implement _step")
+
+    @torch.no_grad()
+    def _resolve_conjugates(self) -> None:
+        """Gradients that autograd left conjugated by a flag have no real view to write to."""
+        for parameter in self._complex:
+            gradient = parameter.grad
+            if gradient is not None and shard_of(gradient).is_conj():
+                gradient.data = gradient.resolve_conj()  # the same tensor, so hooks still know it
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -155,6 +169,7 @@ class WrappingOptimizer(WireOptimizer):
         # The same lists and dicts as the inner optimizer's: a scheduler that writes an lr here
         # writes it there.
         self.defaults = inner.defaults
+        self._unchanged = Unchanged(name, self._parameters)
         self.adopt_inner()
 
     def adopt_inner(self) -> None:
@@ -167,7 +182,8 @@ class WrappingOptimizer(WireOptimizer):
         return {"inner": self.inner.state_dict(), "method": self.method_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
+        # torch's optimizers go on in the tensors they are given: see [Note: loading].
+        self.inner.load_state_dict(copied(state_dict["inner"]))
         self.adopt_inner()
         self.load_method_state(state_dict["method"])
 
@@ -179,14 +195,30 @@ class WrappingOptimizer(WireOptimizer):
         pass
 
     @torch.no_grad()
-    def _inner_step(self) -> bool:
-        """A step of this replica alone, as GradScaler would have it; whether it was taken."""
+    def _inner_step(self, guard: StepGuard) -> bool:
+        """A step of this replica alone, as GradScaler would have it; whether it was taken.
+
+        One that would put a NaN into the inner optimizer's moments, which stay NaN for ever, is
+        left out and counted.
+        """
         if self._scale is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(self._scale.to(parameter.device).reciprocal())
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
+        if not guard.allows(found_inf is not None and float(found_inf) > 0):
+            self.account.skipped += 1
             return False
         self.inner.step()
         return True
+
+
+def copied(tree: Any) -> Any:
+    """A nest of dicts and lists with tensors of its own."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [copied(value) for value in tree]
+    return tree

@@ -6,20 +6,26 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from thinwire.optim.finite import finite_means
 from thinwire.optim.flat import Flat
+from thinwire.optim.shards import Shards
 from thinwire.wire.wire import Wire
 
 
 @contextmanager
-def mean_of_replicas(wire: Wire, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the tensors hold their mean over the ranks; after it, what they held before."""
+def mean_of_replicas(
+    wire: Wire, tensors: Sequence[Tensor], shards: Shards | None = None
+) -> Iterator[None]:
+    """Inside, the tensors hold their mean over the ranks that are finite; after it, what they held
+    before."""
     if wire.size == 1:
         yield
         return
     with torch.no_grad():
         flat = Flat(tensors)
         own = flat.pack(tensors, flat.new())
-        flat.unpack(wire.mean(own.clone()).wait(), tensors)
+        (mean,) = finite_means(wire, [own], shards or Shards([]), wire.name)
+        flat.unpack(mean, tensors)
     try:
         yield
     finally:

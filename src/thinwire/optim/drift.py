@@ -51,7 +51,7 @@ class DriftEstimate:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         flat = Flat(tensors)
-        self.rate = torch.zeros(flat.numel, device=flat.device)
+        self.rate = flat.new().zero_()
         self._views = flat.views(self.rate)
 
     def update(self, subset: Subset, drift: Tensor, lag: int, weight: float) -> Tensor:

@@ -21,6 +21,11 @@ of the blocking method, with no delay at all. The replicas then never coincide; 
 round of progress of each other, and `consensus()` or `finish()` give their mean.
 
 Rounds are counted in steps, on every rank alike: nothing that is sent depends on what has arrived.
+
+[Note: not finite] A replica leaves out an inner step whose gradients are not finite (finite.py).
+One whose weights break all the same goes on from its anchor, and all drop that round (fragment.py).
+One that has had no finite gradient for long sends NaN, so that all ranks give up together and say
+whose fault it was. `consensus()` and `finish()` leave out replicas that are not finite.
 """
 
 import warnings
@@ -33,12 +38,12 @@ from torch import Tensor
 
 from thinwire.optim.auto_period import AutoPeriod
 from thinwire.optim.base import WrappingOptimizer
-from thinwire.optim.flat import local_part
-from thinwire.optim.fragment import Fragment, partition
+from thinwire.optim.finite import StepGuard, finite_means
+from thinwire.optim.fragment import Fragment, by_width, partition
 from thinwire.optim.outer import Outer, stability_warning
 from thinwire.optim.shards import Shards
 from thinwire.optim.travelling_buffers import TravellingBuffers
-from thinwire.wire.codecs import Codec, Dense, Feedback
+from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.wire import Group
 
 Every = int | Literal["auto"]
@@ -52,7 +57,8 @@ class LocalUpdates(WrappingOptimizer):
         inner: any torch optimizer over the model's parameters.
         every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
             loss falls behind data parallelism. "auto" measures the first steps and a flight, and
-            takes the shortest round that hides it.
+            takes the shortest round that hides it. A loaded state does not change it, except that
+            "auto" takes over what was measured.
         delay: when the mean is needed: 0, a number of steps less than a round, or "round".
         fresh: with delay="round", how much of its own newest progress a replica uses before the
             others' has arrived. 1 has no delay on average; 0 keeps all replicas on one anchor.
@@ -90,30 +96,45 @@ class LocalUpdates(WrappingOptimizer):
         groups = _groups(inner, fragments, name)
         _check(name, every, delay, fresh, merge, len(groups))
         super().__init__(inner, group=group, name=name)
+        self._asked = every
         self.every: int | None = every if isinstance(every, int) else None
         self.delay, self.fresh, self.merge, self.outer = delay, fresh, merge, outer
-        late = delay == "round"
-        shards = Shards(self._parameters)
+        self._shards = Shards(self._parameters)
+        self._guard = StepGuard(name, self.wire.world.rank, self._parameters, self._shards)
+        self._phases = len(groups)
         self.fragments = [
-            Fragment(
-                tensors,
-                self.wire,
-                shards,
-                _own_codec(codec, tensors),
-                outer,
-                late=late,
-                fresh=fresh if late else 0.0,
-                phase=index,
-                device=torch.device("cpu") if offload else None,
-            )
-            for index, tensors in enumerate(groups)
+            self._fragment(tensors, index, codec, torch.device("cpu") if offload else None)
+            for index, group_of_one_phase in enumerate(groups)
+            for tensors in by_width(group_of_one_phase)
         ]
         self._buffers = TravellingBuffers(buffers, self.wire)
         self._auto = AutoPeriod(self.wire) if every == "auto" else None
         self._count = 0  # steps taken
         self.rounds = 0
-        if late:
+        if delay == "round":
             self._warn_if_unstable()
+
+    def _fragment(
+        self,
+        tensors: Sequence[Tensor],
+        phase: int,
+        codec: Codec | Feedback | None,
+        device: torch.device | None,
+    ) -> Fragment:
+        groups = {id(p): i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        late = self.delay == "round"
+        return Fragment(
+            tensors,
+            [groups[id(tensor)] for tensor in tensors],
+            self.wire,
+            self._shards,
+            codec,
+            self.outer,
+            late=late,
+            fresh=self.fresh if late else 0.0,
+            phase=phase,
+            device=device,
+        )
 
     @property
     def outer_bytes(self) -> int:
@@ -122,7 +143,8 @@ class LocalUpdates(WrappingOptimizer):
 
     @torch.no_grad()
     def _step(self) -> None:
-        self._inner_step()
+        self._unchanged.require()
+        self._inner_step(self._guard)
         self._count += 1
         if self._auto is not None:
             self._measure()
@@ -132,7 +154,7 @@ class LocalUpdates(WrappingOptimizer):
             since = self._since_boundary(fragment)
             if since == 0:
                 self._end_round(fragment)
-            elif since == self.delay:
+            elif isinstance(self.delay, int) and since >= self.delay:
                 self._arrive(fragment)
         if self._count % self.every == 0:
             self.rounds += 1
@@ -141,33 +163,46 @@ class LocalUpdates(WrappingOptimizer):
     def _since_boundary(self, fragment: Fragment) -> int:
         """Steps since the fragment's last round ended (a whole round where none has)."""
         assert self.every is not None
-        offset = (fragment.phase + 1) * self.every // len(self.fragments)
+        offset = (fragment.phase + 1) * self.every // self._phases
         return (self._count - offset) % self.every
 
     def _end_round(self, fragment: Fragment) -> None:
         if self.delay == "round":
-            fragment.turn(self._inner_lr())
+            fragment.turn(self._inner_lrs(), self._guard.stuck)
             return
-        fragment.launch()
+        fragment.launch(self._guard.stuck)
         if self.delay == 0:
             self._arrive(fragment)
 
-    def _arrive(self, fragment: Fragment) -> None:
+    def _arrive(self, fragment: Fragment, *, final: bool = False) -> None:
         if fragment.flight is None:
             return
-        if fragment.land():
-            fragment.step(self._inner_lr())
+        if fragment.land(final=final):
+            fragment.step(self._inner_lrs())
         fragment.merge(self.merge if self.delay else 0.0)
+
+    def _check_start(self) -> None:
+        super()._check_start()
+        self._start_here()
+
+    def _start_here(self) -> None:
+        for fragment in self.fragments:
+            fragment.anchor_here()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model holds the mean of the replicas' weights and buffers."""
+        """Inside, the model holds the mean of the replicas' weights and buffers; of those that are
+        finite, see [Note: not finite]."""
+        self._unchanged.require()
+        name, own_buffers = type(self).__name__, None
         with torch.no_grad():
             own = [fragment.values() for fragment in self.fragments]
-            for fragment, values in zip(self.fragments, own, strict=True):
-                fragment.set_values(self.meeting.mean(values.clone()).wait())
-            own_buffers = self._buffers.swap_in_mean(self.meeting)
         try:
+            with torch.no_grad():
+                means = finite_means(self.meeting, own, self._shards, f"{name}.consensus()")
+                for fragment, mean in zip(self.fragments, means, strict=True):
+                    fragment.set_values(mean)
+                own_buffers = self._buffers.swap_in_mean(self.meeting)
             yield
         finally:
             with torch.no_grad():
@@ -178,14 +213,21 @@ class LocalUpdates(WrappingOptimizer):
     @torch.no_grad()
     def finish(self) -> None:
         """Lands every flight, counts all progress, and makes the replicas equal."""
-        for fragment in self.fragments:
-            if self.delay == "round":
-                values = fragment.settle(self._inner_lr())
-            else:
-                self._arrive(fragment)
-                values = fragment.values()
-            fragment.begin(self.wire.mean(values).wait())
+        self._unchanged.require()
+        if not self._checked:
+            self._start_here()
+        own = [self._final_values(fragment) for fragment in self.fragments]
+        means = finite_means(self.wire, own, self._shards, f"{type(self).__name__}.finish()")
+        for fragment, mean in zip(self.fragments, means, strict=True):
+            fragment.begin(mean)
         self._buffers.finish()
+
+    def _final_values(self, fragment: Fragment) -> Tensor:
+        """Where this replica stands, with what was in the air."""
+        if self.delay == "round":
+            return fragment.settle(self._inner_lrs())
+        self._arrive(fragment, final=True)
+        return fragment.values()
 
     def method_state(self) -> dict[str, Any]:
         return {
@@ -204,10 +246,10 @@ class LocalUpdates(WrappingOptimizer):
                 f"the saved state has {len(state['fragments'])} fragments, "
                 f"this optimizer {len(self.fragments)}"
             )
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.require(saved)
         same = state["replicas"] == self.wire.size
-        self._count, self.rounds = state["count"], state["rounds"]
-        if state["every"] is not None:
-            self.every, self._auto = state["every"], None
+        self._load_period(state)
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state(saved, with_error=same)
         self._buffers.load_state(state["buffers"])
@@ -215,13 +257,23 @@ class LocalUpdates(WrappingOptimizer):
         if not same and self.fresh > 0 and self.delay == "round":
             self._rejoin()
 
+    def _load_period(self, state: dict[str, Any]) -> None:
+        """With another `every` than the saved one a new round, of that length, begins here; what is
+        in the air lands in it."""
+        self._count, self.rounds = state["count"], state["rounds"]
+        if self._asked == "auto":
+            self.every = state["every"]
+            self._auto = AutoPeriod(self.wire) if self.every is None else None
+        elif state["every"] != self.every:
+            self._count = 0
+
     def _rejoin(self) -> None:
         """Another number of replicas: their own terms no longer add up to the mean in the air.
 
         Everybody lands it, counts its progress and starts a new round from the common mean.
         """
         for fragment in self.fragments:
-            fragment.begin(self.wire.mean(fragment.settle(self._inner_lr())).wait())
+            fragment.begin(self.wire.mean(fragment.settle(self._inner_lrs())).wait())
             if fragment.outer.momentum is not None:
                 self.wire.mean(fragment.outer.momentum).wait()
 
@@ -231,23 +283,16 @@ class LocalUpdates(WrappingOptimizer):
         total = sum(fragment.numel for fragment in self.fragments)
         period = self._auto.step(probe.codec, total, probe.anchor.device)
         if period is not None:
-            self.every, self._auto = -(-period // len(self.fragments)) * len(self.fragments), None
+            self.every, self._auto = -(-period // self._phases) * self._phases, None
             self._count = 0  # the first round begins here
 
-    def _inner_lr(self) -> float:
-        return float(self.inner.param_groups[0]["lr"])
+    def _inner_lrs(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for group in self.inner.param_groups]
 
     def _warn_if_unstable(self) -> None:
         message = stability_warning(self.outer, self.fresh)
         if message is not None and self.wire.rank == 0:
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=4)
-
-
-def _own_codec(codec: Codec | Feedback | None, tensors: Sequence[Tensor]) -> Codec | Feedback:
-    """A memory follows one stream: every fragment gets its own."""
-    if isinstance(codec, Feedback):
-        return codec.fresh([local_part(t).numel() for t in tensors])
-    return codec or Dense()
 
 
 def _groups(

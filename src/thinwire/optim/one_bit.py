@@ -261,7 +261,7 @@ class OneBitOptimizer(BucketedOptimizer):
         """Copies of the gradients that no bucket has room for; hardly ever there are any."""
         fresh = {i: p.grad for i, p in enumerate(self._parameters) if i not in self._place}
         return {
-            i: self._unscaled(local_part(gradient).float().clone())
+            i: self._unscaled(local_part(gradient).clone())
             for i, gradient in fresh.items()
             if gradient is not None
         }

@@ -201,7 +201,7 @@ class OneBitLamb(OneBitOptimizer):
         own = torch.stack([p.amax() if p.numel() else none for p in bucket.pieces(scratch)])
         if not self._shards.several:
             return own
-        return torch.tensor(self._shards.max(own.tolist()), device=own.device).to(own.dtype)
+        return torch.tensor(self._shards.largest(own.tolist()), device=own.device).to(own.dtype)
 
     def _factors(self, bucket: MomentBucket, ratios: Tensor, rho: Tensor) -> Tensor:
         rho = rho.nan_to_num(1.0).clamp(max=1.0)  # no update at all: nothing to mix

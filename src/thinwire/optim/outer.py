@@ -12,7 +12,9 @@ its closed form could not be read there; this one is ours.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +49,7 @@ class Outer:
     +-clip, in units of the weights, as CO2's paper has it (its 1.0 almost never binds)."""
     follow_lr: bool = False
     """Keep the momentum in units of the inner learning rate, as SlowMo is published: when the
-    schedule lowers the rate, old momentum shrinks with it."""
+    schedule lowers the rate, old momentum shrinks with it. Each parameter group has its own."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -70,11 +72,22 @@ class OuterState:
     """The outer optimizer of one flat anchor: its momentum and a few scalars.
 
     A step has two halves, so that a heavy ball's mean is used up - and its buffer free for the next
-    flight - before the anchor moves.
+    flight - before the anchor moves. `members` are (values, parameter group) of each tensor in the
+    anchor.
     """
 
-    def __init__(self, settings: Outer, anchor: Tensor, shards: Shards, *, always: bool) -> None:
+    def __init__(
+        self,
+        settings: Outer,
+        anchor: Tensor,
+        shards: Shards,
+        members: Sequence[tuple[int, int]],
+        *,
+        always: bool,
+    ) -> None:
         self.settings = settings
+        runs = groupby(members, key=lambda member: member[1])
+        self._runs = [(sum(values for values, _ in run), group) for group, run in runs]
         self._norm = shards.norm
         # A norm is a pass over the buffer, and a collective among shards.
         self._uses_norms = settings.penalty == "gap" or settings.clip is not None
@@ -82,17 +95,18 @@ class OuterState:
         self.momentum = torch.zeros_like(anchor) if keeps else None
         self.moved = 0.0  # |x_t - x_{t-1}|
         self.usual = 0.0  # average |d|
-        self.lr = 0.0  # the inner rate at the last round, 0 before the first
+        self.lrs: list[float] = []  # inner rates of the groups at the last round, none before it
         self.penalty = 1.0  # the one applied last
 
-    def absorb(self, mean: Tensor, inner_lr: float) -> None:
-        """The first half: penalty, momentum, clipping. `mean` is only read."""
+    def absorb(self, mean: Tensor, inner_lrs: Sequence[float]) -> None:
+        """The first half: penalty, momentum, clipping. `mean` is only read. `inner_lrs` are those
+        of the parameter groups."""
         s = self.settings
         size = self._norm(mean) if self._uses_norms else 0.0
         self.penalty = self._penalty(size)
         norm = 0.0
         if self.momentum is not None:
-            self.momentum.mul_(s.momentum * self._rescale(inner_lr))
+            self._fade(self.momentum, inner_lrs)
             self.momentum.add_(mean, alpha=1 / self.penalty)
             norm = self._clipped(size) if self._uses_norms else 0.0
         direct = size / self.penalty if s.nesterov or self.momentum is None else 0.0
@@ -112,21 +126,42 @@ class OuterState:
     def needs_mean(self) -> bool:
         return self.settings.nesterov or self.momentum is None
 
-    def scalars(self) -> dict[str, float]:
-        return {"moved": self.moved, "usual": self.usual, "lr": self.lr, "penalty": self.penalty}
+    def scalars(self) -> dict[str, Any]:
+        return {
+            "moved": self.moved,
+            "usual": self.usual,
+            "lr": list(self.lrs),
+            "penalty": self.penalty,
+        }
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         self.moved, self.usual = state["moved"], state["usual"]
-        self.lr, self.penalty = state["lr"], state["penalty"]
+        lr, self.penalty = state["lr"], state["penalty"]
+        self.lrs = list(lr) if isinstance(lr, list | tuple) else [float(lr)]
 
     def _penalty(self, size: float) -> float:
         if self.settings.penalty != "gap":
             return float(self.settings.penalty)
         return min(_LARGEST_GAP, 1 + self.moved / (size + 1e-12)) if size > 0 else 1.0
 
-    def _rescale(self, inner_lr: float) -> float:
-        before, self.lr = self.lr, inner_lr
-        return inner_lr / before if self.settings.follow_lr and before > 0 else 1.0
+    def _fade(self, momentum: Tensor, inner_lrs: Sequence[float]) -> None:
+        """momentum <- b momentum, with `follow_lr` in units of the rate of each group."""
+        factors = [self.settings.momentum] * len(inner_lrs)
+        if self.settings.follow_lr:
+            # No rate before this one, or a rate of 0, is no unit: nothing to convert from.
+            before = self.lrs or [0.0]
+            if len(before) != len(inner_lrs):  # none yet, or the one rate of an older checkpoint
+                before = before[:1] * len(inner_lrs)
+            pairs = zip(inner_lrs, before, strict=True)
+            ratios = [now / then if then > 0 else 1.0 for now, then in pairs]
+            factors = [self.settings.momentum * ratio for ratio in ratios]
+            self.lrs = list(inner_lrs)
+        if len({factors[group] for _, group in self._runs}) == 1:
+            momentum.mul_(factors[self._runs[0][1]])
+            return
+        sizes = [values for values, _ in self._runs]
+        for view, (_, group) in zip(momentum.split(sizes), self._runs, strict=True):
+            view.mul_(factors[group])
 
     def _clipped(self, size: float) -> float:
         """Clips the momentum in place and returns its norm."""

@@ -38,9 +38,6 @@ class Shards:
         """Numbers of which each rank of the replica has its part."""
         return list(values) if self._wire is None else self._wire.agree(values, "sum")
 
-    def max(self, values: Sequence[float]) -> list[float]:
-        return list(values) if self._wire is None else self._wire.agree(values, "max")
-
     def norm(self, local: Tensor) -> float:
         """The Euclidean norm of a flat tensor of which each rank holds a part."""
         own = float(torch.linalg.vector_norm(local))
@@ -53,3 +50,9 @@ class Shards:
         if self._wire is None:
             return verdict
         return bool(self._wire.agree([float(verdict)], "min")[0])
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Each value's largest over the ranks of the replica."""
+        if self._wire is None:
+            return values
+        return self._wire.agree(values, "max")

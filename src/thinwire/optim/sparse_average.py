@@ -24,26 +24,32 @@ give their mean.
 by step counts, exactly `delay` steps later: a run can be repeated. With landing="arrival" a replica
 applies a mean once it is there, and waits for it after `delay` steps. Landing sends nothing, so it
 is each replica's own affair, and replicas may be up to `delay` steps apart.
+
+[Note: not finite] Weights that became NaN would stay NaN - there is no anchor to go back to - so a
+replica leaves out an inner step whose gradients are not finite (finite.py). A mean that is not
+finite all the same is dropped by all; after enough of them in a row all give up.
 """
 
 import math
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.errors import NonFinite
+from thinwire.errors import ThinwireError
 from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.checks import require_count
+from thinwire.optim.consensus import mean_of_replicas
 from thinwire.optim.drift import END, START, DriftEstimate, ema_weight, scaled_end
+from thinwire.optim.finite import StepGuard, broken_ranks, finite_means, give_up, largest_of
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.partition import MOST_PARTS, Partition, parts_of
 from thinwire.optim.shards import Shards
+from thinwire.optim.sparse_round import Round, take_up
 from thinwire.optim.travelling_buffers import TravellingBuffers
 from thinwire.wire.agreement import require_same
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
@@ -52,17 +58,6 @@ from thinwire.wire.wire import Group
 
 Correction = Literal["ema", "delta", "overwrite"]
 Landing = Literal["step", "arrival"]
-
-
-@dataclass
-class _Round:
-    """A round in the air."""
-
-    number: int
-    step: int  # at which it left
-    own: Tensor | None  # what this replica sent; None where the correction does not need it
-    values: Tensor  # what travels: the mean, once it has landed
-    flight: Flight
 
 
 class SparseAverage(WrappingOptimizer):
@@ -114,8 +109,7 @@ class SparseAverage(WrappingOptimizer):
         self.fraction, self.delay, self.every = fraction, delay, every
         self.correction, self.landing = correction, landing
         self.steps, self.ema = steps, ema
-        self._tensors = [local_part(p) for p in self._parameters]
-        self._flat = Flat(self._tensors)
+        self._flat = Flat(self._parameters)
         double = self._flat.dtype == torch.float64 and codec in (None, Dense(torch.float64))
         self._dtype = torch.float64 if double else torch.float32  # of what travels
         self.codec = codec or Dense(self._dtype)
@@ -123,14 +117,20 @@ class SparseAverage(WrappingOptimizer):
             self._flat.sizes, parts_of(fraction), seed, device=self._flat.device
         )
         late = correction == "ema" and delay > 0
-        self.drift = DriftEstimate(self._tensors) if late else None
+        self.drift = DriftEstimate(self._parameters) if late else None
         self._shards = Shards(self._parameters)
+        self._guard = StepGuard(name, self.wire.world.rank, self._parameters, self._shards)
         self._buffers = TravellingBuffers(buffers, self.wire)
-        self._in_air: deque[_Round] = deque()
+        self._in_air: deque[Round] = deque()
         self._count = 0  # steps taken
         self.rounds = 0  # launched
         self._dropped = 0  # in a row
         self._resumed = False
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """Taken anew at each use: see `Unchanged`."""
+        return [local_part(p) for p in self._parameters]
 
     @property
     def flights(self) -> list[Flight]:
@@ -145,11 +145,10 @@ class SparseAverage(WrappingOptimizer):
         rate = 0 if self.drift is None else self.drift.rate.nbytes
         return in_air + rate + self.partition.nbytes()
 
-    # -- a step -----------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _step(self) -> None:
-        self._own_step()
+        self._unchanged.require()
+        self._inner_step(self._guard)
         self._count += 1
         while self._in_air and self._due(self._in_air[0]):
             self._land(self._in_air.popleft())
@@ -162,16 +161,6 @@ class SparseAverage(WrappingOptimizer):
         if self.rounds % self._buffer_period == 0:
             self._buffers.turn(late=self.delay > 0)
 
-    def _own_step(self) -> None:
-        """The inner step of this replica, if its gradients are finite.
-
-        Weights that became NaN would stay NaN - there is no anchor to go back to - and no round
-        could be used any more, by anybody.
-        """
-        scaled = getattr(self, "found_inf", None) is not None  # then GradScaler has looked
-        if not ((scaled or self._finite_gradients()) and self._inner_step()):
-            self.account.skipped += 1
-
     def _launch(self) -> None:
         """Sends this round's subset. Alone there is nothing to average, and nothing is late."""
         if self.wire.size == 1:
@@ -179,54 +168,54 @@ class SparseAverage(WrappingOptimizer):
         subset = self.partition.subset(self.rounds)
         payload = torch.empty(subset.numel, dtype=self._dtype, device=self._flat.device)
         subset.read(self._tensors, payload)
+        if self._guard.stuck:
+            payload.fill_(torch.nan)  # all of them give up together
         needed = self.delay > 0 and self.correction != "overwrite"
         own = payload.clone() if needed else None
         flight = self.wire.mean(payload, self.codec)
-        self._in_air.append(_Round(self.rounds, self._count, own, payload, flight))
+        self._in_air.append(Round(self.rounds, self._count, own, payload, flight))
 
-    def _due(self, entry: _Round) -> bool:
+    def _due(self, entry: Round) -> bool:
         """See [Note: landing]."""
         late = self._count - entry.step >= self.delay
         return late or (self.landing == "arrival" and entry.flight.arrived)
 
-    def _land(self, entry: _Round) -> None:
+    def _land(self, entry: Round) -> None:
         mean = entry.flight.wait()
         if not self._usable(entry.flight):
             return
         subset = self.partition.subset(entry.number)
-        lag = self._count - entry.step
+        lag, tensors = self._count - entry.step, self._tensors
         if entry.own is not None and lag > 0:
-            drift = subset.read(self._tensors, torch.empty_like(mean)).sub_(entry.own)
+            drift = subset.read(tensors, torch.empty_like(mean)).sub_(entry.own)
             if self.drift is not None:
                 drift = self.drift.update(subset, drift, lag, self._ema_weight())
             mean = drift.add_(mean)
-        subset.write(mean, self._tensors)
+        subset.write(mean, tensors)
         self.partition.forget(entry.number)
 
     def _usable(self, flight: Flight) -> bool:
-        """Whether the mean is finite, which all replicas find alike: it has the same bits."""
-        if flight.finite:
+        """Whether the mean is finite, which all replicas find alike: it has the same bits. The
+        shards of one land together only by step counts, and decide together only then."""
+        if self._shards.all(flight.finite) if self.landing == "step" else flight.finite:
             self._dropped = 0
             return True
         self.account.skipped += 1
         self._dropped += 1
         if self._dropped >= max(8, self.partition.parts):
-            raise NonFinite(
-                f"{type(self).__name__}: the last {self._dropped} rounds up to step {self._count} "
-                f"were not finite: weights of a replica are NaN or infinite{self._whose()}; go "
-                "back to an earlier checkpoint, with a lower learning rate"
+            name, step = type(self).__name__, self._count
+            raise give_up(
+                f"{name}: the last {self._dropped} rounds up to step {step}", self._whose()
             )
         return False
 
-    def _whose(self) -> str:
-        broken = any(not bool(torch.isfinite(t).all()) for t in self._tensors)
-        return ", this one's among them" if broken else ", but not this one's"
-
-    def _finite_gradients(self) -> bool:
-        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
-        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        largest = nn.utils.get_total_norm([g for g in dense if g.numel()], norm_type=math.inf)
-        return self._shards.all(bool(torch.isfinite(largest)))
+    def _whose(self) -> list[int] | None:
+        """The ranks whose weights are not finite. Landing by arrival, ranks come here with other
+        transfers behind them and cannot ask each other: each knows of itself alone."""
+        whole = math.isfinite(largest_of(self._parameters)) and not self._guard.stuck
+        if self.landing == "step":
+            return broken_ranks(self.wire, self._shards, whole)
+        return None if whole else [self.wire.world.rank]
 
     def _ema_weight(self) -> float:
         start, end = self.ema or (START, None)
@@ -242,21 +231,19 @@ class SparseAverage(WrappingOptimizer):
         cycle = self.partition.parts * self.every
         return self.partition.parts * max(1, -(-self.delay // cycle))
 
-    # -- the mean of the replicas -----------------------------------------------------------------
-
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model holds the mean of the replicas' weights and buffers."""
-        with torch.no_grad():
-            own = self._flat.pack(self._tensors, self._flat.new())
-            self._flat.unpack(self.meeting.mean(own.clone()).wait(), self._tensors)
-            own_buffers = self._buffers.swap_in_mean(self.meeting)
-        try:
-            yield
-        finally:
+        """Inside, the model holds the mean of the replicas' weights and buffers; of those that are
+        finite."""
+        self._unchanged.require()
+        with mean_of_replicas(self.meeting, self._parameters, self._shards):
             with torch.no_grad():
-                self._flat.unpack(own, self._tensors)
-                self._buffers.restore(own_buffers)
+                own_buffers = self._buffers.swap_in_mean(self.meeting)
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    self._buffers.restore(own_buffers)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -266,16 +253,17 @@ class SparseAverage(WrappingOptimizer):
         """
         self.drain()
         self._in_air.clear()
-        values = self._flat.pack(self._tensors, self._flat.new())
-        self._flat.unpack(self.wire.mean(values).wait(), self._tensors)
+        self._unchanged.require()
+        own = self._flat.pack(self._parameters, self._flat.new())
+        name = f"{type(self).__name__}.finish()"
+        (mean,) = finite_means(self.wire, [own], self._shards, name)
+        self._flat.unpack(mean, self._parameters)
         self._buffers.finish()
 
     def drain(self) -> None:
         """Waits for what is in the air, without applying it: that still happens in its time."""
         for flight in self.flights:
             flight.wait()
-
-    # -- checkpoints ------------------------------------------------------------------------------
 
     def method_state(self) -> dict[str, Any]:
         """Waits for what is in the air, which changes no arithmetic with landing="step"."""
@@ -286,10 +274,7 @@ class SparseAverage(WrappingOptimizer):
             "count": self._count,
             "rounds": self.rounds,
             "rate": None if self.drift is None else self.drift.rate,
-            "flights": [
-                {"round": e.number, "step": e.step, "own": e.own, "mean": e.values}
-                for e in self._in_air
-            ],
+            "flights": [entry.state() for entry in self._in_air],
             "buffers": self._buffers.state(),
         }
 
@@ -298,18 +283,16 @@ class SparseAverage(WrappingOptimizer):
         """The state may be one of a run with another number of replicas: what is in the air lands
         in its time, as the mean of those there were."""
         self._require_fitting(state)
+        with suppress(ThinwireError, RuntimeError):  # a broken wire says so when it is used next
+            self.drain()
+        self._dropped = 0
         self._count, self.rounds = state["count"], state["rounds"]
         if self.drift is not None:
             self.drift.rate.copy_(state["rate"])
-        self._in_air = deque(map(self._taken_up, state["flights"]))
+        like = torch.empty(0, dtype=self._dtype, device=self._flat.device)
+        self._in_air = deque(take_up(saved, like, self.account) for saved in state["flights"])
         self._buffers.load_state(state["buffers"])
         self._checked, self._resumed = False, True
-
-    def _taken_up(self, saved: dict[str, Any]) -> _Round:
-        like = {"device": self._flat.device, "dtype": self._dtype}
-        own = None if saved["own"] is None else saved["own"].to(**like)
-        mean = saved["mean"].to(**like)
-        return _Round(saved["round"], saved["step"], own, mean, Flight(mean, self.account))
 
     def _require_fitting(self, state: dict[str, Any]) -> None:
         name = type(self).__name__

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
-from thinwire.optim.flat import local_part
+from thinwire.optim.flat import shard_of
 from thinwire.train.models import Stack
 from thinwire.wire.world import World
 
@@ -41,7 +41,7 @@ def shard_model(model: Stack, mesh: DeviceMesh) -> None:
 def local_state(tree: Any) -> Any:
     """A state dict with every DTensor replaced by this rank's shard."""
     if isinstance(tree, Tensor):
-        return local_part(tree)
+        return shard_of(tree)
     if isinstance(tree, dict):
         return {key: local_state(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -53,7 +53,7 @@ def local_state(tree: Any) -> Any:
 def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """The inverse of local_state for a model's state_dict."""
     for name, tensor in model.state_dict().items():
-        local_part(tensor).copy_(state[name])
+        shard_of(tensor).copy_(state[name])
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for index, entries in state["state"].items():
         parameter = parameters[int(index)]
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == local_part(parameter).shape:
+            if isinstance(value, Tensor) and value.shape == shard_of(parameter).shape:
                 entries[name] = _like(parameter, value)
     optimizer.load_state_dict(state)
 
@@ -72,7 +72,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local.to(local_part(parameter).device),
+        local.to(shard_of(parameter).device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -53,7 +53,8 @@ class Account:
     lag: int = 0
     """Most steps any flight was in the air."""
     skipped: int = 0
-    """Steps dropped on every replica because one of them was not finite."""
+    """Steps that this replica, or with it every replica, left out because something was not finite;
+    with local updates and sparse averaging also the rounds that were dropped."""
     steps: int = 0
     """Optimizer steps counted by `tick`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

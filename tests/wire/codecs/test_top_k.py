@@ -1,5 +1,7 @@
 """TopK against its plain definition, and SparseLoCo against a round written out."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.conftest import Ranks
@@ -81,38 +83,63 @@ def test_bad_settings() -> None:
     assert isinstance(parse("topk+ef"), ErrorFeedback)
 
 
-def sparseloco(steps: int, replicas: int) -> Tensor:
+def sparseloco(steps: int, replicas: int, codec: TopK) -> tuple[Tensor, int]:
     tw.init()
     weights = nn.Parameter(oracle.start_point(NUMEL))
-    codec = ErrorFeedback(TopK(256, 16, value_bits=32), decay=0.95)
-    optimizer = tw.SparseLoCo(torch.optim.SGD([weights], lr=LR), every=3, codec=codec)
+    feedback = ErrorFeedback(codec, decay=0.95)
+    optimizer = tw.SparseLoCo(torch.optim.SGD([weights], lr=LR), every=3, codec=feedback)
     gradient = oracle.quadratic(replicas, NUMEL)
     for step in range(1, steps + 1):
         weights.grad = gradient(optimizer.wire.rank, step, weights.detach())
         optimizer.step()
-    return weights.detach().clone()
+    return weights.detach().clone(), optimizer.account.bytes
 
 
-def test_sparseloco_equals_its_definition(ranks: Ranks) -> None:
-    """Two replicas: x = x - mean_i C[own_i + 0.95 e_i], every 3 steps."""
-    gradient, x = oracle.quadratic(2, NUMEL), oracle.start_point(NUMEL)
-    errors = [torch.zeros(NUMEL) for _ in range(2)]
+def published(replicas: int, compress: Callable[[Tensor], Tensor]) -> Tensor:
+    """x = x - mean_i C[own_i + 0.95 e_i], every 3 steps: one compression, of each rank's own."""
+    gradient, x = oracle.quadratic(replicas, NUMEL), oracle.start_point(NUMEL)
+    errors = [torch.zeros(NUMEL) for _ in range(replicas)]
     for turn in range(5):
         sent = []
-        for i in range(2):
+        for i in range(replicas):
             y = x.clone()
             for step in range(3 * turn + 1, 3 * turn + 4):
                 y = y - LR * gradient(i, step, y)
             z = (x - y) + 0.95 * errors[i]
-            sent.append(largest(z, 256, 16))
+            sent.append(compress(z))
             errors[i] = z - sent[i]
-        x = x - (sent[0] + sent[1]) / 2
-    for got in ranks(2, sparseloco, 15, 2):
-        torch.testing.assert_close(got, x, rtol=1e-4, atol=1e-5)
+        x = x - torch.stack(sent).mean(0)
+    return x
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_sparseloco_equals_its_published_definition(ranks: Ranks, replicas: int) -> None:
+    wanted = published(replicas, lambda z: largest(z, 256, 16))
+    exact = TopK(256, 16, value_bits=32)
+    for got, _ in ranks(replicas, sparseloco, 15, replicas, exact):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_two_bits_are_taken_once_on_four_ranks(ranks: Ranks) -> None:
+    """And top-k twice, in two phases, is another method with half of the bytes."""
+    codec = TopK(256, 16)
+    wanted = published(4, lambda z: through(codec, z, 1))
+    once = ranks(4, sparseloco, 15, 4, codec)
+    twice = ranks(4, sparseloco, 15, 4, TopK(256, 16, gather=False))
+    for got, _ in once:
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert (twice[0][0] - wanted).norm() > 1e-2 * wanted.norm()
+    payload = codec.payload_bytes(codec.part(NUMEL, 1))
+    rounds = 5
+    assert [sent for _, sent in once] == [rounds * 3 * payload] * 4
+    assert max(sent for _, sent in twice) < 0.7 * once[0][1]
 
 
 def test_the_preset() -> None:
     optimizer = tw.SparseLoCo(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     codec = optimizer.fragments[0].codec
-    assert repr(codec) == "ErrorFeedback(TopK(chunk=4096, k=64, value_bits=2), decay=0.95)"
+    assert (
+        repr(codec)
+        == "ErrorFeedback(TopK(chunk=4096, k=64, value_bits=2, gather=True), decay=0.95)"
+    )
     assert (optimizer.outer.lr, optimizer.outer.momentum, optimizer.delay) == (1.0, 0.0, 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.codecs.base import Codec, Split
-from thinwire.wire.codecs.feedback import Feedback, Mean, State, restore
+from thinwire.wire.codecs.feedback import Feedback, Mean, State, cloned, restore
 
 
 class ErrorFeedback(Feedback):
@@ -68,8 +68,9 @@ class ErrorFeedback(Feedback):
         return {"worker": self.worker.error, "owner": self.owner.error}
 
     def load_state_dict(self, state: State) -> None:
-        self.worker = _Memory("worker", state["worker"])
-        self.owner = _Memory("owner", state["owner"])
+        # Copies: the memory is written to, and the dictionary is the caller's.
+        self.worker = _Memory("worker", cloned(state["worker"]))
+        self.owner = _Memory("owner", cloned(state["owner"]))
         self._in_the_air = False
 
     def portable_state(self, mean: Mean, size: int, rank: int) -> State:
@@ -85,9 +86,9 @@ class ErrorFeedback(Feedback):
     def load_portable_state(self, state: State, size: int, rank: int) -> None:
         worker, owner = state["worker"], state["owner"]
         if owner is not None and self.gathers(size):  # no owners: their error is everybody's
-            worker, owner = worker.add_(owner), None
-        own = None if owner is None else self._own(owner, size, rank).clone()
-        self.load_state_dict({"worker": worker, "owner": own})
+            worker, owner = worker + owner, None
+        part = None if owner is None else self._own(owner, size, rank)
+        self.load_state_dict({"worker": worker, "owner": part})
 
     def _own(self, whole: Tensor, size: int, rank: int) -> Tensor:
         """The part of a buffer whose mean this rank computes."""

@@ -24,6 +24,11 @@ State = dict[str, Any]
 Mean = Callable[[Tensor], Tensor]  # over the ranks; a collective
 
 
+def cloned(saved: Tensor | None) -> Tensor | None:
+    """Memory of one's own with what was saved: the dictionary that is loaded stays as it is."""
+    return None if saved is None else saved.clone()
+
+
 class Feedback(ABC):
     """Make one for each buffer that is sent: `fresh` makes more of the same."""
 
@@ -102,7 +107,8 @@ class Feedback(ABC):
         """This rank's memory."""
 
     @abstractmethod
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: State) -> None:
+        """The tensors of `state` are copied: they are the caller's."""
 
     @abstractmethod
     def portable_state(self, mean: Mean, size: int, rank: int) -> State:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.codecs.base import Split
-from thinwire.wire.codecs.feedback import Feedback, Mean, State, restore
+from thinwire.wire.codecs.feedback import Feedback, Mean, State, cloned, restore
 from thinwire.wire.codecs.selection import is_due, select
 from thinwire.wire.codecs.sparse import SMALL, Segment, SparseRow, check_sparse
 
@@ -184,8 +184,8 @@ class Threshold(Feedback):
     def load_state_dict(self, state: State) -> None:
         self.steps, self._in_the_air = state["steps"], False
         worker, owner = ({int(k): list(v) for k, v in t.items()} for t in state["thresholds"])
-        self.worker = _Side(state["error"], state["velocity"], worker)
-        self.owner = _Side(state["owner"], None, owner)
+        self.worker = _Side(cloned(state["error"]), cloned(state["velocity"]), worker)
+        self.owner = _Side(cloned(state["owner"]), None, owner)
 
     def portable_state(self, mean: Mean, size: int, rank: int) -> State:
         """An owner's error, given to every worker, reaches the mean as it would have."""
