@@ -30,8 +30,12 @@ class Rehearsal:
         once for every form of x. Without a `y` the loss is not tried."""
         key = Form.of(x), y is not None
         if key not in self._known:
-            into = None if self._first else self._hear()
             problem, out_of = "", None
+            try:
+                into = None if self._first else self._hear()
+            except ValueError as error:
+                into = None
+                problem = f"stage {self._stage - 1} announced {error}"
             if self._first or into is not None:
                 problem, out_of = self._try(x, y, into)
             if not self._last:
