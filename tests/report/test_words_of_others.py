@@ -95,9 +95,10 @@ def test_metrics_of_another_form_are_one_line(tmp_path: Path, line: bytes) -> No
         top(TopConfig(str(folder), once=True), screen(False))
 
 
-def test_metrics_that_are_a_link_are_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["metrics", "metrics/rank-0.jsonl"])
+def test_metrics_that_are_a_link_are_not_followed(tmp_path: Path, place: str) -> None:
     folder = run_of(tmp_path / "run")
-    metrics = folder / "metrics" / "rank-0.jsonl"
+    metrics = folder / place
     metrics.rename(tmp_path / "elsewhere")
     metrics.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="it is a symbolic link"):

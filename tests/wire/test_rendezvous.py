@@ -45,9 +45,9 @@ def test_a_launched_process_that_has_not_joined_is_refused(ranks: Ranks, kind: s
 
 def test_alone_nothing_has_to_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    for size in ("1", None):
+    for size in ("1", "", None):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
-        if size:
+        if size is not None:
             monkeypatch.setenv("WORLD_SIZE", size)
         tw.shutdown()
         assert tw.Wire().size == 1

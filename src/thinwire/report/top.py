@@ -49,6 +49,8 @@ class Worker:
     """One worker's metrics, read as they grow."""
 
     path: Path
+    root: Path
+    """Below which no link is followed."""
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
@@ -67,7 +69,7 @@ class Worker:
             self.steps.clear()
             self.losses.clear()
         self.read_at = stat.st_mtime
-        with files.open_regular(self.path) as file:
+        with files.open_regular(self.path, self.root) as file:
             file.seek(self._place)
             while (line := file.readline(_LONGEST)).endswith(b"\n"):
                 self._place += len(line)
@@ -105,14 +107,14 @@ class Worker:
 class Run:
     """A run's directory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.settings: dict[str, Any] = _load(folder / "config.json") or {}
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
+        self.folder, self._root = folder, root or folder
+        self.settings: dict[str, Any] = _load(folder / "config.json", self._root) or {}
         self._workers: dict[str, Worker] = {}
 
     def read(self) -> None:
         for path in sorted((self.folder / "metrics").glob("rank-*.jsonl"), key=_rank):
-            self._workers.setdefault(path.name, Worker(path))
+            self._workers.setdefault(path.name, Worker(path, self._root))
         for worker in self._workers.values():
             worker.read()
 
@@ -122,7 +124,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        return _load(self.folder / "summary.json")
+        return _load(self.folder / "summary.json", self._root)
 
     @property
     def ended(self) -> bool:
@@ -201,8 +203,8 @@ class ComparisonRuns:
         heat = self._heat()
         if heat is None:
             return plain(f"{self.folder.name}  starting")
-        told = _load(heat / "heat.json") or {}
-        active = (_load(heat / "active.json") or {}).get("contestant")
+        told = _load(heat / "heat.json", self.folder) or {}
+        active = (_load(heat / "active.json", self.folder) or {}).get("contestant")
         runs = self._read(heat)
         unit = runs[0].workers[0].unit if runs else "tokens"
         table = _narrow_table()
@@ -218,12 +220,12 @@ class ComparisonRuns:
 
     def _read(self, heat: Path) -> list[Run]:
         """Those that have begun, in the order in which they were asked for."""
-        settings = (_load(self.folder / "compare.json") or {}).get("settings", {})
+        settings = (_load(self.folder / "compare.json", self.folder) or {}).get("settings", {})
         named = ["none", *str(settings.get("methods", "")).replace(" ", "").split(",")]
         found = sorted(path.parent for path in heat.glob("*/metrics"))
         order = {name: place for place, name in reversed(list(enumerate(named)))}
         found.sort(key=lambda folder: order.get(folder.name, len(named)))
-        runs = [self._runs.setdefault(folder, Run(folder)) for folder in found]
+        runs = [self._runs.setdefault(folder, Run(folder, self.folder)) for folder in found]
         for run in runs:
             run.read()
         return [run for run in runs if run.workers]
@@ -312,9 +314,9 @@ def _rank(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(path: Path, root: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = files.read_json(path)
+        content: dict[str, Any] = files.read_json(path, root)
         return content
     except (OSError, UsageError):  # not there yet, or not whole
         return None

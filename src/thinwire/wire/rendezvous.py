@@ -80,7 +80,7 @@ def place() -> Place:
 
 
 def _number(key: str, default: str = "") -> int:
-    text = os.environ.get(key, default)
+    text = os.environ.get(key) or default
     try:
         return int(text)
     except ValueError:

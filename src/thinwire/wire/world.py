@@ -79,6 +79,8 @@ def init(
     global _world
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout!r}")
+    if dist.is_initialized() or rendezvous.launched():
+        rendezvous.allow_more_files()
     if not dist.is_initialized() and rendezvous.launched():
         _join(backend)
     _leave()
@@ -153,7 +155,6 @@ def _meet(here: rendezvous.Place, backend: str) -> None:
     the addresses it left, where a store outlives its worlds (torchrun's does)."""
     global _joined
     _joined += 1
-    rendezvous.allow_more_files()
     store = rendezvous.store(here, _JOIN_TIMEOUT)
     rendezvous.warn_if_public(here, stacklevel=5)  # the line that called init()
     dist.init_process_group(
