@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.pipeline.channel import Form
 from thinwire.pipeline.stage import StageRunner
+from thinwire.text import printable
 from thinwire.wire.wire import Wire
 
 Forms = tuple[Form | None, Form | None]
@@ -43,7 +44,7 @@ class Rehearsal:
                 self._wire.send(header, self._stage + 1).wait()
             for text in self._wire.gather_bytes(problem.encode()):
                 if text:
-                    raise ValueError(text.decode())
+                    raise ValueError(printable(text.decode(errors="replace")))
             self._known[key] = into, out_of
         return self._known[key]
 
