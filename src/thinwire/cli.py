@@ -15,6 +15,7 @@ from pathlib import Path
 
 import thinwire
 from thinwire.errors import LabError, ThinwireError, UsageError
+from thinwire.text import printable
 
 _HELP = """usage: thinwire COMMAND [flags]
 
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ThinwireError as error:
-        print(f"thinwire: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"thinwire: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return _ended(2 if isinstance(error, UsageError | LabError) else 1)
     except BrokenPipeError:  # the reader of our output has gone, as in `thinwire ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

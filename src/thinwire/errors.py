@@ -17,5 +17,12 @@ class PeerLost(ThinwireError):
     """Another rank died, hangs or cannot be reached; the message names it."""
 
 
+class BadPayload(ThinwireError):
+    """A peer sent bytes that its codec cannot have made; the message names it."""
+
+    sender: int | None = None
+    """Its rank in the group, until the wire has named it."""
+
+
 class NonFinite(ThinwireError):
     """A replica keeps producing NaN or infinity; the message names it."""

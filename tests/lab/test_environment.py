@@ -22,6 +22,12 @@ def test_plain_workers_share_one_node() -> None:
     assert expected.items() <= env.items()
 
 
+def test_an_interface_that_the_user_named_is_kept_outside_the_lab_alone() -> None:
+    given = {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert worker_environment(2, 1, False, given)[0]["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert worker_environment(2, 1, True, given)[0]["GLOO_SOCKET_IFNAME"] == "wire0"
+
+
 def test_no_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: object) -> None:
         raise OSError(98, "Address already in use")

@@ -2,14 +2,13 @@
 
 import csv
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.report.samples import METHODS, sample
 
 from thinwire.report.comparison import UNFINISHED
-from thinwire.report.comparison_table import notes, print_comparison, write_csv
+from thinwire.report.comparison_table import csv_text, notes, print_comparison
 
 
 def printed(width: int = 120, **changes: object) -> str:
@@ -89,11 +88,8 @@ def test_without_a_baseline_there_is_nothing_to_hold_against() -> None:
     assert "sooner" not in text.split("all rates")[0]
 
 
-def test_csv_has_a_line_for_each_method_and_rate(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    write_csv(sample(), path)
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+def test_csv_has_a_line_for_each_method_and_rate() -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(sample()))))
     assert len(rows) == 2 * len(METHODS)
     ddp = next(r for r in rows if (r["method"], r["rate"]) == ("ddp", "100mbit"))
     assert float(ddp["efficiency"]) == pytest.approx(0.25)

@@ -1,5 +1,7 @@
 """The report as text: whole, on its own, and honest about what did not run."""
 
+import base64
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 from tests.report.samples import METHODS, sample
 
-from thinwire.report.figures import figures, style
+from thinwire.report.comparison import Comparison
+from thinwire.report.figures import figures, label, style
 from thinwire.report.page import findings, page, write_page
 
 
@@ -32,6 +35,46 @@ def test_what_users_wrote_is_shown_and_not_run(html: str) -> None:
     assert data is not None
     assert json.loads(data[1]).keys() == figures(sample()).keys()
     assert "could not run: RuntimeError: &lt;gloo&gt; has gone" in html
+
+
+HOSTILE = ["<!--<script>", "</script><script>alert(1)</script>", '<a href="https://x.org">%{x}']
+
+
+def hostile() -> Comparison:
+    """Methods whose names are meant to do something."""
+    comparison = sample()
+    names = dict(zip(METHODS[2:5], HOSTILE, strict=True))
+    comparison.methods = [names.get(name, name) for name in METHODS]
+    for cell in comparison.cells:
+        cell.method = names.get(cell.method, cell.method)
+    return comparison
+
+
+def test_a_name_cannot_swallow_the_code_that_draws() -> None:
+    html = page(hostile())
+    data = re.search(r'id="figures">(.*?)</script>', html, re.S)
+    assert data is not None
+    assert "<" not in data[1]
+    shown = json.loads(data[1])["time-0"]["data"]
+    assert "&lt;!--&lt;script&gt;" in {trace["name"] for trace in shown}
+    assert label("<b>%{x} & @0") == "&lt;b&gt;%&#123;x} &amp; &#64;0"
+    for name in HOSTILE:
+        assert name not in html
+
+
+def test_only_the_scripts_of_the_page_may_run(html: str) -> None:
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy[1].split(";"))
+    assert rules["default-src"] == "'none'"
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.S)
+    digests = [hashlib.sha256(text.encode()).digest() for text in scripts]
+    assert rules["script-src"].split() == [
+        f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests
+    ]
+    assert len(scripts) == 2
+    assert "\r" not in html
+    assert html.index("Content-Security-Policy") < html.index("<script")
 
 
 def test_the_answer_comes_first() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.report.browser import CHROMIUM, DRIVER, Browser
 from tests.report.samples import sample
+from tests.report.test_page import HOSTILE, hostile
 
 from thinwire.report.page import write_page
 
@@ -58,3 +59,32 @@ def test_the_report_in_a_browser(tmp_path: Path) -> None:
         wide = browser.run("return document.documentElement.scrollWidth - window.innerWidth")
         assert wide <= 0, "the page must not scroll sideways"
         assert browser.errors() == []
+
+
+INJECTED = """
+const script = document.createElement('script');
+script.textContent = 'window.ran = true';
+document.body.append(script);
+return [Boolean(window.ran), document.querySelectorAll('a').length];
+"""
+BUTTONS = "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
+LEGEND = "return [...document.querySelectorAll('#time-0 .legendtext')].map(t => t.textContent)"
+
+
+def test_names_that_are_meant_to_do_something(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_page(hostile(), path)
+    with Browser(1366, 768) as browser:
+        browser.open(path)
+        for theme in ("light", "dark"):
+            browser.theme(theme)
+            assert all(there for _, there, _ in browser.run(DRAWN))
+            assert set(HOSTILE) <= set(browser.run(LEGEND)), "shown as they are"
+        buttons = browser.run(BUTTONS)
+        assert "Zoom in" in buttons
+        assert not [name for name in buttons if "hare" in name or "loud" in name]
+        assert browser.errors() == []
+        ran, links = browser.run(INJECTED)
+        assert not ran, "a script that came from elsewhere"
+        assert links == 0
+        assert any("Content Security Policy" in error for error in browser.errors())

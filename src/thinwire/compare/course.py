@@ -23,8 +23,8 @@ class Course:
     message: str
 
     @classmethod
-    def read(cls, folder: Path) -> "Course":
-        found = records.read(folder)
+    def read(cls, folder: Path, within: Path | None = None) -> "Course":
+        found = records.read(folder, within)
         end = records.last(found, "end") or {}
         return cls(
             turns=[record for record in found if record["kind"] == "turn"],

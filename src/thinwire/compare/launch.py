@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from thinwire import files
 from thinwire.compare import records
 from thinwire.compare.config import YARDSTICK, CompareConfig, parse
 from thinwire.compare.heat import Heat
@@ -25,11 +26,12 @@ from thinwire.lab.job import Outcome, Patience
 from thinwire.lab.network import Lab, entry
 from thinwire.lab.output import Line
 from thinwire.report.comparison import FAILED, Comparison
-from thinwire.report.comparison_table import print_comparison, write_csv
+from thinwire.report.comparison_table import csv_text, print_comparison
 from thinwire.report.machine import describe_machine
-from thinwire.report.page import write_page
+from thinwire.report.page import page
 from thinwire.report.race_display import RaceDisplay
 from thinwire.report.table import describe_checks
+from thinwire.text import printable
 from thinwire.train import checkpoint, run_directory
 from thinwire.train.config import CONFIG
 from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag
@@ -62,17 +64,20 @@ def compare(argv: Sequence[str], worker: Sequence[str] = ()) -> int:
 
 def report(run: Path, console: Console, *, as_json: bool = False) -> int:
     """Shows a comparison's figures and writes its files; 1 if a method has failed."""
-    comparison = gather(run)
-    if not comparison.cells:
-        console.print(f"nothing has been measured in {run} yet", highlight=False)
-        return 0
-    write_page(comparison, run / PAGE)
-    write_csv(comparison, run / TABLE)
-    records.write_json(run / FIGURES, _clean(comparison.as_json()))
+    with files.refusing_damage(run):
+        comparison = gather(run)
+        if not comparison.cells:
+            _say(console, f"nothing has been measured in {run} yet")
+            return 0
+        figures = _clean(comparison.as_json())
+        written = {PAGE: page(comparison), TABLE: csv_text(comparison)}
+        written[FIGURES] = json.dumps(figures, indent=2) + "\n"
+    for name, content in written.items():
+        files.write(run / name, content)
     print_comparison(comparison, console)
     if as_json:
         print(json.dumps(_clean(_without_curves(comparison))))
-    console.print(f"the report is in {run / PAGE}", highlight=False, soft_wrap=True)
+    _say(console, f"the report is in {run / PAGE}")
     return int(any(cell.status == FAILED for cell in comparison.cells))
 
 
@@ -112,10 +117,9 @@ class Launcher:
                 title = f"{rate}, seed {seed} ({number} of {len(heats)})"
                 outcome = self._heat(rate, seed, methods, title, len(heats))
                 if outcome.code > 128 and outcome.failed is None:
-                    self._console.print(
+                    _say(
+                        self._console,
                         f"interrupted: the same command with --run {self._run} goes on",
-                        highlight=False,
-                        soft_wrap=True,
                     )
                     return outcome.code
                 if outcome.failed is not None:
@@ -163,7 +167,7 @@ class Launcher:
         tails = {name: MetricsTail(metrics_file(folder / name, 0)) for name in heat.methods}
         log = folder / "workers.log"
         with (
-            log.open("a", buffering=1) as file,
+            files.open_to_append(log) as file,
             RaceDisplay(
                 title, heat.methods, heat.tokens, self._task.unit, self._console
             ) as display,
@@ -191,11 +195,7 @@ class Launcher:
         why = words[-1] if words else outcome.reason
         if name is None or name == YARDSTICK:
             raise ThinwireError(f"{outcome.reason}: {why}; see {folder / 'workers.log'}")
-        self._console.print(
-            f"{name} could not run, the others start again without it: {why}",
-            markup=False,
-            highlight=False,
-        )
+        _say(self._console, f"{name} could not run, the others start again without it: {why}")
         records.append(folder / name, "end", why=records.FAILED, message=why)
 
     def _reference(self, rate: str, seed: int) -> str | None:
@@ -247,11 +247,15 @@ def _require_same_settings(now: dict[str, Any], before: dict[str, Any], run: Pat
             )
 
 
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = files.read_json(path)
         return content
-    except (OSError, ValueError):
+    except (OSError, UsageError):
         return {}
 
 

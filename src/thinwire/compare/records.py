@@ -26,6 +26,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from thinwire import files
 from thinwire.train.metrics import json_able, metrics_file
 
 Record = dict[str, Any]
@@ -61,17 +62,17 @@ class Scribe:
 def append(folder: Path, kind: str, **values: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"kind": kind} | {k: json_able(v) for k, v in values.items()})
-    with (folder / TURNS).open("a") as file:
+    with files.open_to_append(folder / TURNS) as file:
         file.write(line + "\n")
 
 
-def read(folder: Path) -> list[Record]:
-    """The whole lines there are; a killed writer leaves half a one."""
-    path = folder / TURNS
-    if not path.exists():
+def read(folder: Path, within: Path | None = None) -> list[Record]:
+    """The whole lines there are; a killed writer leaves half a one. `within`: see files.py."""
+    try:
+        lines = files.read(folder / TURNS, within).splitlines(keepends=True)
+    except FileNotFoundError:
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def last(records: list[Record], kind: str) -> Record | None:
@@ -105,6 +106,4 @@ def forget(folder: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """At once, so that a reader finds either the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    aside.replace(path)
+    files.write(path, json.dumps(content, indent=2) + "\n")

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from thinwire import files
 from thinwire.compare import records
 from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
 from thinwire.compare.course import Course
@@ -28,6 +29,8 @@ from thinwire.report.comparison import (
 from thinwire.train.flags import flat_values, with_values
 from thinwire.train.pipelining import PipelineConfig
 
+_MOST_SETTINGS = 1 << 16  # bytes; each name in them is looked for
+_MOST_SEEDS = 10_000
 _STATUS = {
     records.BUDGET: FINISHED,
     records.LIMIT: CUT,
@@ -47,21 +50,22 @@ def gather(run: Path) -> Comparison:
 def read_settings(run: Path) -> dict[str, Any]:
     path = run / records.SETTINGS
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
-        return stored
+        stored: dict[str, Any] = files.read_json(path, most=_MOST_SETTINGS)
     except FileNotFoundError:
         raise UsageError(f"{run} holds no comparison: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
+        raise UsageError(f"cannot read {path}: it holds no settings of a comparison")
+    return stored
 
 
 class _Gathering:
     def __init__(self, run: Path, config: CompareConfig, stored: dict[str, Any]) -> None:
         self._run, self._config, self._stored = run, config, stored
+        _require_names(config)
         self._rates = [rate for rate in config.rates if (run / rate).exists()]
         self._methods = self._all_methods()
         self._courses = {
-            (rate, seed, name): Course.read(records.heat_folder(run, rate, seed) / name)
+            (rate, seed, name): Course.read(records.heat_folder(run, rate, seed) / name, run)
             for rate in self._rates
             for seed in config.seeds
             for name in self._methods
@@ -230,10 +234,10 @@ class _Gathering:
     def _settings_of(self, rate: str, name: str) -> dict[str, Any]:
         """A method's own settings, and those of the optimizer that were set for it alone."""
         folder = records.heat_folder(self._run, rate, self._config.seeds[0])
-        path = folder / name / "config.json"
-        if not path.exists():
+        try:
+            values: dict[str, Any] = files.read_json(folder / name / "config.json", self._run)
+        except FileNotFoundError:
             return {}
-        values: dict[str, Any] = json.loads(path.read_text())
         common = json.loads(json.dumps(flat_values(self._config)))  # as the file has it
         optimizer = {f.name for f in fields(self._config.optimizer)}
         left_out = set(_OF_ANY_RUN)
@@ -244,7 +248,10 @@ class _Gathering:
 
     def _link(self, rate: str) -> str:
         path = records.heat_folder(self._run, rate, self._config.seeds[0]) / records.LAB
-        return str(json.loads(path.read_text())["measured"]) if path.exists() else ""
+        try:
+            return str(files.read_json(path, self._run)["measured"])
+        except FileNotFoundError:
+            return ""
 
 
 _OF_ANY_RUN = {"method", "workers", "lab", "eval_every", "save_every", "keep", "resume"} | {
@@ -252,6 +259,16 @@ _OF_ANY_RUN = {"method", "workers", "lab", "eval_every", "save_every", "keep", "
     "noise_scale",
     "replicas",
 }
+
+
+def _require_names(config: CompareConfig) -> None:
+    """The settings may be somebody else's, and these become folders that are looked into."""
+    for rate in config.rates:
+        files.component(rate, "a rate")
+    for name in config.methods:
+        files.component(name, "a method")
+    if not 1 <= config.race.seeds <= _MOST_SEEDS:
+        raise UsageError(f"seeds takes 1 to {_MOST_SEEDS}, got {config.race.seeds}")
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -10,6 +10,7 @@ asking whether it may, and never more than `ahead` of them. A send is never wait
 than `limit` are in the air; what waits then is this stage, and through it those before it.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from thinwire.wire.wire import Wire
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DIMENSIONS = 8
+_MOST_BYTES = 2 << 30  # of a tensor that a neighbour announces, and room is made for
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Form:
             return f"of {self.dtype}, but gradients need a floating-point tensor between stages"
         if len(self.shape) > _DIMENSIONS or not all(self.shape):
             return f"of shape {self.shape}, but between stages go 1 to {_DIMENSIONS} dimensions > 0"
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if size > _MOST_BYTES:
+            return (
+                f"of {size} bytes (shape {self.shape}), but between stages go at most "
+                f"{_MOST_BYTES}: make the micro-batches smaller"
+            )
         return None
 
     def header(self) -> Tensor:
@@ -56,8 +64,19 @@ class Form:
 
     @staticmethod
     def read(header: Tensor) -> "Form | None":
-        kind, count, *shape = (int(value) for value in header.tolist())
-        return None if kind < 0 else Form(tuple(shape[:count]), _DTYPES[kind])
+        """ValueError for what no stage can have meant."""
+        numbers = header.tolist()
+        if not all(math.isfinite(value) and value.is_integer() for value in numbers):
+            raise ValueError(f"a form of the numbers {numbers}")
+        kind, count, *shape = map(int, numbers)
+        if kind == -1:
+            return None
+        if not (0 <= kind < len(_DTYPES) and 0 <= count <= _DIMENSIONS and min(shape) >= 0):
+            raise ValueError(f"a form of the numbers {numbers}")
+        form = Form(tuple(shape[:count]), _DTYPES[kind])
+        if refusal := form.refusal():
+            raise ValueError(f"a tensor {refusal}")
+        return form
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"

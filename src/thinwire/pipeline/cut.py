@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import BadPayload
 from thinwire.pipeline.crossing import Sieve
 from thinwire.wire.account import Account
 from thinwire.wire.codecs.sparse import SparseRow, check_sparse, sparse_row
@@ -144,5 +145,9 @@ def _exchange(
     arrived = cut.wire.all_to_all(payload).wait()
     out = rows.clone()
     for peer in peers:
-        received[peer] = form.unpack(arrived[peer], out[peer])
+        try:
+            received[peer] = form.unpack(arrived[peer], out[peer])
+        except BadPayload as error:
+            rank = cut.wire.ranks[peer]
+            raise BadPayload(f"cannot decode what rank {rank} sent to a Cut: {error}") from None
     return out, sent, received

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.pipeline.channel import Form
 from thinwire.pipeline.stage import StageRunner
+from thinwire.text import printable
 from thinwire.wire.wire import Wire
 
 Forms = tuple[Form | None, Form | None]
@@ -30,8 +31,12 @@ class Rehearsal:
         once for every form of x. Without a `y` the loss is not tried."""
         key = Form.of(x), y is not None
         if key not in self._known:
-            into = None if self._first else self._hear()
             problem, out_of = "", None
+            try:
+                into = None if self._first else self._hear()
+            except ValueError as error:
+                into = None
+                problem = f"stage {self._stage - 1} announced {error}"
             if self._first or into is not None:
                 problem, out_of = self._try(x, y, into)
             if not self._last:
@@ -39,7 +44,7 @@ class Rehearsal:
                 self._wire.send(header, self._stage + 1).wait()
             for text in self._wire.gather_bytes(problem.encode()):
                 if text:
-                    raise ValueError(text.decode())
+                    raise ValueError(printable(text.decode(errors="replace")))
             self._known[key] = into, out_of
         return self._known[key]
 

@@ -1,9 +1,10 @@
 """The table of a comparison: on a terminal, and as CSV beside the report."""
 
 import csv
+import io
+import re
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,8 @@ from thinwire.report.comparison import (
     Comparison,
     Spread,
 )
+from thinwire.report.plain import plain
+from thinwire.text import printable
 from thinwire.wire.account import format_bytes
 
 NOTHING = "-"  # where a figure is not known
@@ -33,12 +36,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(table)
         if left_out:
             words = f"a wider terminal also shows {', '.join(left_out)}"
-            console.print(words, highlight=False)
+            console.print(plain(words), highlight=False)
         for line in notes(comparison, rate):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(plain(line), highlight=False, soft_wrap=True)
     if len(comparison.rates) > 1:
         console.print(_grid(comparison))
-    console.print(legend(comparison), highlight=False, markup=False, soft_wrap=True)
+    console.print(plain(legend(comparison)), highlight=False, soft_wrap=True)
 
 
 def _table(comparison: Comparison, rate: str, width: int) -> tuple[Table, list[str]]:
@@ -57,11 +60,12 @@ def _table(comparison: Comparison, rate: str, width: int) -> tuple[Table, list[s
 def _make(
     comparison: Comparison, rate: str, shown: list[tuple[str, Callable[[Cell], str]]]
 ) -> Table:
-    table = Table(title=title(comparison, rate), title_justify="left")
+    table = Table(title=plain(title(comparison, rate)), title_justify="left")
     for name, _ in shown:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        left = name == "method"
+        table.add_column(plain(name), justify="left" if left else "right", no_wrap=True)
     for cell in comparison.at(rate):
-        table.add_row(*(show(cell) for _, show in shown))
+        table.add_row(*(plain(show(cell)) for _, show in shown))
     return table
 
 
@@ -98,7 +102,7 @@ def _grid(comparison: Comparison) -> Table:
     table = Table(title="all rates: of none, sooner", title_justify="left")
     table.add_column("method", no_wrap=True)
     for rate in comparison.rates:
-        table.add_column(rate, justify="right", no_wrap=True)
+        table.add_column(plain(rate), justify="right", no_wrap=True)
     for name in comparison.methods:
         row = []
         for rate in comparison.rates:
@@ -108,7 +112,7 @@ def _grid(comparison: Comparison) -> Table:
                 continue
             sooner = _number(cell.sooner, ".2f", "x")
             row.append(f"{_spread(cell.efficiency, 2)}  {sooner:>6}")
-        table.add_row(name, *row)
+        table.add_row(plain(name), *row)
     return table
 
 
@@ -151,26 +155,36 @@ def legend(comparison: Comparison) -> str:
     return text
 
 
-def write_csv(comparison: Comparison, path: Path) -> None:
+def csv_text(comparison: Comparison) -> str:
     """One line for each method and rate, with every figure."""
     names = [f.name for f in fields(Cell) if f.name not in ("curve", "timeline", "settings")]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        header = []
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    header = []
+    for name in names:
+        header += [name, f"{name}_plus_minus"] if name in _SPREADS else [name]
+    writer.writerow(header)
+    for cell in comparison.cells:
+        row: list[object] = []
         for name in names:
-            header += [name, f"{name}_plus_minus"] if name in _SPREADS else [name]
-        writer.writerow(header)
-        for cell in comparison.cells:
-            row: list[object] = []
-            for name in names:
-                value = getattr(cell, name)
-                if name in _SPREADS:
-                    row += ["", ""] if value is None else [value.value, value.plus_minus]
-                else:
-                    row.append(value)
-            writer.writerow(row)
+            value = getattr(cell, name)
+            if name in _SPREADS:
+                row += ["", ""] if value is None else [value.value, value.plus_minus]
+            else:
+                row.append(value)
+        writer.writerow([_csv_value(value) for value in row])
+    return file.getvalue()
 
 
+def _csv_value(value: object) -> object:
+    """A text that a spreadsheet would take for a formula gets a ' in front."""
+    if not isinstance(value, str):
+        return value
+    formula = value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) and not _NUMBER(value)
+    return ("'" if formula else "") + printable(value)
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE).fullmatch
 _SPREADS = ("efficiency", "val_loss", "time_to_loss")
 
 

@@ -7,6 +7,7 @@ Colours are names that begin with @, which the page replaces by those of its lig
 from typing import Any
 
 from thinwire.report.comparison import Cell, Comparison
+from thinwire.text import printable
 
 Figure = dict[str, Any]
 
@@ -25,6 +26,16 @@ def figures(comparison: Comparison) -> dict[str, Figure]:
         found[f"speed-{number}"] = speed(comparison, rate)
         found[f"timeline-{number}"] = timeline(comparison, rate)
     return found
+
+
+def label(name: str) -> str:
+    """As plotly shows it as it is: its texts are markup (<a href=...>) and templates (%{x}), and
+    here an @ would begin the name of a colour."""
+    signs = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "%{": "%&#123;"}
+    text = printable(name)
+    for sign, entity in signs.items():
+        text = text.replace(sign, entity)
+    return text
 
 
 def style(comparison: Comparison, method: str) -> tuple[str, str]:
@@ -74,12 +85,12 @@ def _loss(comparison: Comparison, rate: str, over: str, axis: str, form: str) ->
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": cell.method,
+                "name": label(cell.method),
                 "x": [round(getattr(point, over), 3) for point in points],
                 "y": [round(point.val_loss, 5) for point in points],
                 "line": {"color": colour, "width": 2, "dash": dash},
                 "marker": {"size": 4, "color": colour},
-                "hovertemplate": f"%{{y:.3f}} at %{{x:{form}}}<extra>{cell.method}</extra>",
+                "hovertemplate": f"%{{y:.3f}} at %{{x:{form}}}<extra>{label(cell.method)}</extra>",
             }
         )
     layout = {
@@ -118,7 +129,7 @@ def _target_words(comparison: Comparison) -> Figure:
         "xanchor": "right",
         "y": comparison.target.value,
         "yanchor": "bottom",
-        "text": f"where {comparison.baseline} ended",
+        "text": f"where {label(str(comparison.baseline))} ended",
         "showarrow": False,
         "font": {"size": 12, "color": "@muted"},
     }
@@ -138,18 +149,18 @@ def speed(comparison: Comparison, rate: str) -> Figure:
     bars = {
         "type": "bar",
         "orientation": "h",
-        "y": names,
+        "y": [label(name) for name in names],
         "x": [round(value, 1) for value in speeds],
         "marker": {"color": [style(comparison, name)[0] for name in names]},
         "width": 0.6,
         "text": [f"{value:,.0f}" for value in speeds],
         "textposition": "auto",
         "insidetextanchor": "end",
-        "hovertemplate": f"%{{x:,.0f}} {comparison.unit}/s<extra>%{{y}}</extra>",
+        "hovertemplate": f"%{{x:,.0f}} {label(comparison.unit)}/s<extra>%{{y}}</extra>",
         "showlegend": False,
     }
     layout: Figure = {
-        "xaxis": {"title": {"text": f"{comparison.unit} per second"}, "range": [0, reach]},
+        "xaxis": {"title": {"text": f"{label(comparison.unit)} per second"}, "range": [0, reach]},
         "yaxis": {"automargin": True, "ticklabelstandoff": 6},
         "height": 120 + 30 * len(cells),
     }
@@ -193,7 +204,7 @@ def _wire_limits(cells: list[Cell], reach: float) -> list[Figure]:
                     "type": "scatter",
                     "mode": "markers",
                     "name": "bytes over bandwidth" + (", off to the right" if far else ""),
-                    "y": [cell.method for cell in some],
+                    "y": [label(cell.method) for cell in some],
                     "x": [0.985 * reach if far else round(limit, 1) for limit in limits],
                     "customdata": [round(limit) for limit in limits],
                     "marker": {"symbol": symbol, "size": size, "color": "@wait"}
@@ -229,7 +240,7 @@ def timeline(comparison: Comparison, rate: str) -> Figure:
         "xaxis": {"title": {"text": "seconds"}, "range": [0, span]},
         "yaxis": {
             "tickvals": list(lanes.values()),
-            "ticktext": list(lanes),
+            "ticktext": [label(name) for name in lanes],
             "range": [-0.6, len(cells) - 0.4],
             "automargin": True,
             "ticklabelstandoff": 6,
@@ -267,7 +278,7 @@ class _Lane:
             "x": [round(bar[2] - bar[1], 4) for bar in self._bars],
             "width": 0.3,
             "marker": marker,
-            "customdata": [bar[3] for bar in self._bars],
+            "customdata": [label(bar[3]) for bar in self._bars],
             "hovertemplate": f"{self._name}, %{{x:.3f}} s<extra>%{{customdata}}</extra>",
         }
 

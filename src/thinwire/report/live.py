@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from thinwire.report.plain import plain
+from thinwire.text import printable
 from thinwire.wire.account import format_bytes
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -20,15 +22,15 @@ class Display:
         self._console = console or Console()
         self._errors = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task(title, total=steps, figures="starting")
+        self._task = self._progress.add_task(printable(title), total=steps, figures="starting")
         self._steps, self._title = steps, title
         self._figures: dict[str, Any] = {}
         self._next_line = 0.0
@@ -48,7 +50,7 @@ class Display:
     def print(self, text: str, *, error: bool = False) -> None:
         """A line above the bar; elsewhere than on a terminal an error goes to stderr."""
         console = self._errors if error and not self._console.is_terminal else self._console
-        console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        console.print(plain(text), highlight=False, soft_wrap=True)
 
     def update(self, record: dict[str, Any]) -> None:
         self._figures |= record

@@ -3,17 +3,22 @@
 page.html is its frame: style, themes and the few lines that draw. Here its places are filled.
 """
 
+import base64
+import hashlib
+import html
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from thinwire.files import write
 from thinwire.report.comparison import Cell, Comparison
 from thinwire.report.comparison_table import columns, legend, notes
 from thinwire.report.figures import figures, style
+from thinwire.text import printable
 
 _ABOUT = {
     "time": (
@@ -42,12 +47,14 @@ _ABOUT = {
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    path.write_text(page(comparison), encoding="utf-8")
+    write(path, page(comparison))
+
+
+def escape(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def page(comparison: Comparison) -> str:
-    from plotly.offline import get_plotlyjs
-
     places = {
         "title": escape(_title(comparison)),
         "subtitle": escape(_subtitle(comparison)),
@@ -56,17 +63,37 @@ def page(comparison: Comparison) -> str:
         "sections": _sections(comparison),
         "settings": _settings(comparison),
         "made": f"Made by thinwire compare, {time.strftime('%Y-%m-%d %H:%M')}.",
-        # Inside a script only its own end tag could end it too early.
-        "figures": json.dumps(figures(comparison)).replace("</", "<\\/"),
-        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
+        # A browser looks for more than the end of a script in there: <!--<script hides that.
+        "figures": json.dumps(figures(comparison), allow_nan=False).replace("<", "\\u003c"),
+        "plotly": _library(),
     }
-    text = files("thinwire.report").joinpath("page.html").read_text(encoding="utf-8")
-    parts = text.split("{{")
-    filled = [parts[0]]
-    for part in parts[1:]:
-        name, _, rest = part.partition("}}")
-        filled += [places[name], rest]
-    return "".join(filled)
+    frame = files("thinwire.report").joinpath("page.html").read_text(encoding="utf-8")
+    places["policy"] = _policy([places["plotly"], _DRAWING.findall(frame)[-1]])
+    return _PLACE.sub(lambda place: places[place[1]], frame)
+
+
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_DRAWING = re.compile(r"<script>(.*?)</script>", re.S)
+
+
+def _library() -> str:
+    from plotly.offline import get_plotlyjs
+
+    text: str = get_plotlyjs().replace("</script", "<\\/script")
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as a browser reads it, for its digest
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """What a browser may run and load for this page: these scripts, and nothing from anywhere.
+
+    plotly sets styles as it draws, and makes a picture of a drawing for who asks for one.
+    """
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts)
+    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _title(comparison: Comparison) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from thinwire.report.plain import plain
+from thinwire.text import printable
 from thinwire.wire.account import format_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -21,22 +23,22 @@ class RaceDisplay:
     ) -> None:
         self._console, self._title, self._tokens, self._unit = console, title, tokens, unit
         self._progress = Progress(
-            TextColumn("{task.description:<16}"),
+            TextColumn("{task.description:<16}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )
         self._figures: dict[str, dict[str, Any]] = {name: {} for name in methods}
         self._tasks: dict[str, TaskID] = {
-            name: self._progress.add_task(name, total=tokens or None, figures="")
+            name: self._progress.add_task(printable(name), total=tokens or None, figures="")
             for name in methods
         }
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def __enter__(self) -> "RaceDisplay":
-        self._console.print(self._title, highlight=False)
+        self._console.print(plain(self._title), highlight=False)
         self._progress.start()
         return self
 
@@ -49,7 +51,7 @@ class RaceDisplay:
         self._progress.stop()
 
     def print(self, text: str) -> None:
-        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        self._console.print(plain(text), highlight=False, soft_wrap=True)
 
     def update(self, method: str, record: dict[str, Any]) -> None:
         figures = self._figures[method]

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from thinwire.lab.check import LinkCheck
 from thinwire.lab.units import format_duration, format_rate
+from thinwire.report.plain import plain
 from thinwire.wire.account import format_bytes
 
 
@@ -19,7 +20,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     table = Table(title=f"{summary['step']} steps on {count} worker{'s' * (count != 1)}")
     unit, seconds = summary.get("unit", "tokens"), summary["seconds"]
     row = {
-        "method": summary["method"],
+        "method": str(summary["method"]),
         f"{unit}/s": f"{summary[f'{unit}_per_s']:,.0f}",
         "sent/worker": format_bytes(summary["bytes"] / count),
         "exposed": f"{summary['exposed']:.1f} s ({summary['exposed'] / seconds:.0%})",
@@ -30,8 +31,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     if summary.get("val_accuracy") is not None:
         row["accuracy"] = f"{summary['val_accuracy']:.1%}"
     for name in row:
-        table.add_column(name, justify="left" if name == "method" else "right")
-    table.add_row(*row.values())
+        table.add_column(plain(name), justify="left" if name == "method" else "right")
+    table.add_row(*map(plain, row.values()))
     console.print(table)
     if skipped := summary["skipped"]:
         steps = (
@@ -39,7 +40,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         )
         console.print(f"{steps} values were not finite", highlight=False)
     if reading := summary.get("noise_scale_reading"):
-        console.print(reading, highlight=False)
+        console.print(plain(reading), highlight=False)
 
 
 def _loss(value: float | None) -> str:

@@ -20,12 +20,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from thinwire import files
 from thinwire.errors import UsageError
+from thinwire.report.plain import plain
 from thinwire.wire.account import format_bytes
 
 _RECENT = 20  # steps over which the present speed is taken
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60  # characters of the loss's course
+_LONGEST = 1 << 20  # bytes of a line
 _GONE = 30.0  # s without news after which a run that has not ended is called silent
 
 
@@ -46,6 +49,8 @@ class Worker:
     """One worker's metrics, read as they grow."""
 
     path: Path
+    root: Path
+    """Below which no link is followed."""
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
@@ -64,13 +69,13 @@ class Worker:
             self.steps.clear()
             self.losses.clear()
         self.read_at = stat.st_mtime
-        with self.path.open("rb") as file:
+        with files.open_regular(self.path, self.root) as file:
             file.seek(self._place)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
+            while (line := file.readline(_LONGEST)).endswith(b"\n"):
                 self._place += len(line)
                 self._take(json.loads(line))
+        if len(line) == _LONGEST:
+            raise UsageError(f"cannot read {self.path}: a line has more than {_LONGEST} bytes")
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
@@ -102,14 +107,14 @@ class Worker:
 class Run:
     """A run's directory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.settings: dict[str, Any] = _load(folder / "config.json") or {}
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
+        self.folder, self._root = folder, root or folder
+        self.settings: dict[str, Any] = _load(folder / "config.json", self._root) or {}
         self._workers: dict[str, Worker] = {}
 
     def read(self) -> None:
         for path in sorted((self.folder / "metrics").glob("rank-*.jsonl"), key=_rank):
-            self._workers.setdefault(path.name, Worker(path))
+            self._workers.setdefault(path.name, Worker(path, self._root))
         for worker in self._workers.values():
             worker.read()
 
@@ -119,7 +124,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        return _load(self.folder / "summary.json")
+        return _load(self.folder / "summary.json", self._root)
 
     @property
     def ended(self) -> bool:
@@ -140,7 +145,8 @@ class Run:
         name = self.settings.get("method", self.folder.name)
         steps = self.settings.get("steps", 0)
         front = max((worker.last["step"] for worker in self.workers), default=0)
-        head = Text.assemble((str(name), "bold"), f"  step {front} of {steps}  {self.state()}")
+        state = plain(f"  step {front} of {steps}  {self.state()}")
+        head = Text.assemble(plain(name, "bold"), state)
         parts: list[RenderableType] = [head, self._table(front)]
         if self.workers:
             first = self.workers[0]
@@ -153,21 +159,22 @@ class Run:
         unit = self.workers[0].unit if self.workers else "tokens"
         shown = ("worker", "step", "behind", "loss", f"{unit}/s", "sent", "waiting", "overlap")
         for column in (*shown, "lag", "skipped"):
-            table.add_column(column, justify="right", no_wrap=True)
+            table.add_column(plain(column), justify="right", no_wrap=True)
         for worker in self.workers:
             last = worker.last
-            table.add_row(
-                str(_rank(worker.path)),
-                str(last["step"]),
-                str(front - last["step"]),
+            row = (
+                _rank(worker.path),
+                last["step"],
+                front - last["step"],
                 _loss(last["loss"]),
                 f"{worker.speed:,.0f}",
                 format_bytes(last["bytes"]),
                 _share(last["exposed"], last["seconds"]),
                 _share(last["hidden"], last["hidden"] + last["exposed"]),
-                str(last["lag"]),
-                str(last["skipped"]),
+                last["lag"],
+                last["skipped"],
             )
+            table.add_row(*map(plain, row))
         return table
 
 
@@ -195,30 +202,30 @@ class ComparisonRuns:
     def show(self) -> RenderableType:
         heat = self._heat()
         if heat is None:
-            return Text(f"{self.folder.name}  starting")
-        told = _load(heat / "heat.json") or {}
-        active = (_load(heat / "active.json") or {}).get("contestant")
+            return plain(f"{self.folder.name}  starting")
+        told = _load(heat / "heat.json", self.folder) or {}
+        active = (_load(heat / "active.json", self.folder) or {}).get("contestant")
         runs = self._read(heat)
         unit = runs[0].workers[0].unit if runs else "tokens"
         table = _narrow_table()
         table.add_column("method", no_wrap=True)
         shown = ("step", "loss", "val loss", f"{unit}/s", "sent", "waiting", "overlap", "lag")
         for column in shown:
-            table.add_column(column, justify="right", no_wrap=True)
+            table.add_column(plain(column), justify="right", no_wrap=True)
         for run in runs:
             table.add_row(*_row(run, run.folder.name == active and not self.ended))
-        head = f"{told.get('rate')}, seed {told.get('seed')}"
         state = "ended" if self.ended else "running"
-        return Group(Text.assemble((self.folder.name, "bold"), f"  {head}  {state}"), table)
+        head = plain(f"  {told.get('rate')}, seed {told.get('seed')}  {state}")
+        return Group(Text.assemble(plain(self.folder.name, "bold"), head), table)
 
     def _read(self, heat: Path) -> list[Run]:
         """Those that have begun, in the order in which they were asked for."""
-        settings = (_load(self.folder / "compare.json") or {}).get("settings", {})
+        settings = (_load(self.folder / "compare.json", self.folder) or {}).get("settings", {})
         named = ["none", *str(settings.get("methods", "")).replace(" ", "").split(",")]
         found = sorted(path.parent for path in heat.glob("*/metrics"))
         order = {name: place for place, name in reversed(list(enumerate(named)))}
         found.sort(key=lambda folder: order.get(folder.name, len(named)))
-        runs = [self._runs.setdefault(folder, Run(folder)) for folder in found]
+        runs = [self._runs.setdefault(folder, Run(folder, self.folder)) for folder in found]
         for run in runs:
             run.read()
         return [run for run in runs if run.workers]
@@ -233,27 +240,28 @@ def _row(run: Run, active: bool) -> list[RenderableType]:
     worker = run.workers[0]
     last = worker.last
     return [
-        Text(run.folder.name, "bold" if active else ""),
-        str(last["step"]),
+        plain(run.folder.name, "bold" if active else ""),
+        plain(last["step"]),
         _loss(last["loss"]),
         _loss(worker.val_loss),
         f"{last[worker.unit] / last['seconds']:,.0f}",
         format_bytes(last["bytes"]),
         _share(last["exposed"], last["seconds"]),
         _share(last["hidden"], last["hidden"] + last["exposed"]),
-        str(last["lag"]),
+        plain(last["lag"]),
     ]
 
 
 def top(config: TopConfig, console: Console | None = None) -> int:
     console = console or Console()
-    shown = find(Path(config.run))
     if config.interval <= 0:
         raise UsageError(f"--interval takes seconds > 0, got {config.interval}")
-    if config.once or not console.is_terminal or shown.ended:
-        console.print(shown.show())
-        return 0
-    _follow(shown.show, lambda: shown.ended, config.interval, console)
+    with files.refusing_damage(Path(config.run)):
+        shown = find(Path(config.run))
+        if config.once or not console.is_terminal or shown.ended:
+            console.print(shown.show())
+        else:
+            _follow(shown.show, lambda: shown.ended, config.interval, console)
     return 0
 
 
@@ -306,9 +314,9 @@ def _rank(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(path: Path, root: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = files.read_json(path, root)
         return content
-    except (OSError, ValueError):
+    except (OSError, UsageError):  # not there yet, or not whole
         return None

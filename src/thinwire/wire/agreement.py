@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
+from thinwire.text import printable
 from thinwire.wire.wire import Wire
 
 _ABSENT = "not set"  # no JSON text
+_SHOWN = 2000  # characters of a setting
 
 
 def require_same(wire: Wire, settings: Mapping[str, Any]) -> None:
@@ -20,12 +22,23 @@ def require_same(wire: Wire, settings: Mapping[str, Any]) -> None:
     digests = wire.gather_bytes(hashlib.sha256(text.encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone: list[dict[str, str]] = [json.loads(t) for t in wire.gather_bytes(text.encode())]
+    texts = wire.gather_bytes(text.encode())
+    everyone = [_settings_of(wire.ranks[i], given) for i, given in enumerate(texts)]
     for name in sorted(set().union(*everyone)):
         values = [given.get(name, _ABSENT) for given in everyone]
         if len(set(values)) > 1:
-            groups = "; ".join(f"{value} on {_ranks(wire, r)}" for value, r in _by_value(values))
+            groups = "; ".join(f"{_shown(v)} on {_ranks(wire, r)}" for v, r in _by_value(values))
             raise UsageError(f"setting {name!r} differs between ranks: {groups}")
+    raise UsageError("the settings differ between ranks, but not in what was sent of them")
+
+
+def _settings_of(rank: int, text: bytes) -> dict[str, str]:
+    """What a peer says its settings are."""
+    try:
+        given = json.loads(text)
+        return {str(name): str(value) for name, value in given.items()}
+    except (AttributeError, RecursionError, ValueError) as error:
+        raise UsageError(f"the settings that rank {rank} sent cannot be read: {error}") from None
 
 
 def require_same_values(wire: Wire, tensors: Iterable[Tensor], what: str) -> None:
@@ -64,6 +77,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _plain(value: Any) -> Any:
     """What JSON does not know: sets in one order, whatever else as its own text."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def _shown(value: str) -> str:
+    text = printable(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def _by_value(values: list[str]) -> list[tuple[str, list[int]]]:

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thinwire.errors import PeerLost
+from thinwire.errors import BadPayload, PeerLost
 from thinwire.wire import collectives
 from thinwire.wire.account import Account
 from thinwire.wire.collectives import Part, Started, TransferError
@@ -103,10 +104,9 @@ class Carrier:
         issued = self._issuer.submit(lambda: self._issue(flat, ready, issue, late, prepare))
         turned = issued
         if turns:
-            turned = self._turner.submit(lambda: self._turn(flat, *issued.result(), late))
-        flight._lands_with(
-            self._lander(key).submit(lambda: self._land(flat, turned, flight.launched_at, late))
-        )
+            turned = self._turner.submit(lambda: self._turn(flat, *issued.result(), late, number))
+        land = partial(self._land, flat, turned, flight.launched_at, late, number)
+        flight._lands_with(self._lander(key).submit(land))
         return flight
 
     def _lander(self, key: str) -> Lane:
@@ -137,11 +137,13 @@ class Carrier:
                 phase = self._last(phase, late)
         return phase, buffer
 
-    def _turn(self, flat: Tensor, phase: Phase, buffer: Tensor, late: Late) -> tuple[Phase, Tensor]:
+    def _turn(
+        self, flat: Tensor, phase: Phase, buffer: Tensor, late: Late, number: int
+    ) -> tuple[Phase, Tensor]:
         if phase.turn is None:
             return phase, buffer
         self._require_whole()
-        with self._in_step(), self._on_stream(flat, buffer.device, None):
+        with self._in_step(number), self._on_stream(flat, buffer.device, None):
             return self._last(phase, late), buffer
 
     def _last(self, phase: Phase, late: Late) -> Phase:
@@ -153,12 +155,15 @@ class Carrier:
         return phase
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self, number: int = 0) -> Iterator[None]:
         """Around what the other ranks do as well: an error here puts the wire out of step."""
         try:
             yield
         except TransferError as error:
             raise self._failure(str(error)) from error
+        except BadPayload as error:
+            self._break(named := self._blamed(error, number))
+            raise named from error
         except Exception as error:
             # The other ranks go on without this transfer: nothing after it would match.
             if self._broken is None:
@@ -171,11 +176,13 @@ class Carrier:
         turned: "Future[tuple[Phase, Tensor]]",
         launched_at: float,
         late: Late,
+        number: int,
     ) -> float:
         phase, buffer = turned.result()
         with self._on_stream(flat, buffer.device, None) as stream:
             self._finish(phase.started, flat.nbytes, late)
-            phase.land()
+            with self._in_step(number):
+                phase.land()
             if buffer is not flat and buffer.data_ptr() != flat.data_ptr():
                 flat.copy_(buffer)
             if stream is not None:
@@ -239,6 +246,14 @@ class Carrier:
                 cause = cause.strip().split("\n")[-1][:200]
                 self._break(self.world.lost(self.ranks, f"{self.name}: {cause}", suspects=suspects))
         return PeerLost(str(self._broken))
+
+    def _blamed(self, error: BadPayload, number: int) -> BadPayload:
+        sender = f"rank {self.ranks[error.sender]}" if error.sender is not None else "a rank"
+        transfer = f"transfer {number}" if number else "a message"  # which is not counted
+        return BadPayload(
+            f"rank {self.world.rank} cannot decode what {sender} sent in {transfer} of "
+            f"{self.name!r}: {error}; run the same version with the same settings everywhere"
+        )
 
     def _break(self, error: Exception) -> None:
         self._broken = error

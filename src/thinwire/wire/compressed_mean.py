@@ -19,12 +19,14 @@ A rank sends n - 1 payloads of N values, and nothing is lost by encoding the mea
 ranks decode the same bytes and add in rank order, so they hold the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from thinwire.errors import BadPayload
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.codecs.base import Split
@@ -86,7 +88,7 @@ def two_phase_mean(
         encoded = codec.encode_owner(mean, split, rank)
 
         def land(_in_use: tuple[Tensor, ...] = (sent, encoded)) -> None:  # the network reads these
-            codec.decode(received, split, 0, flat)
+            _decode_all(codec, received, split, flat)
 
         return Phase(collectives.all_gather(received, encoded, group, tag=_SECOND), land=land)
 
@@ -110,6 +112,33 @@ def own_slice(numel: int, part: int, rank: int) -> slice:
     return slice(start, min(numel, start + part))
 
 
+@contextmanager
+def sent_by(rank: int) -> Iterator[None]:
+    """Around the decoding of what a rank of the group has sent: it is named if that is refused."""
+    try:
+        yield
+    except BadPayload as error:
+        error.sender = rank
+        raise
+
+
+def _decode_all(codec: "Feedback | _Plain", payloads: Tensor, split: Split, out: Tensor) -> Tensor:
+    """Row i is what rank i has sent, and all of them go into `out`."""
+    try:
+        return codec.decode(payloads, split, 0, out)
+    except BadPayload:
+        for rank in range(payloads.shape[0]):
+            with sent_by(rank):
+                own = out.new_empty(split.own(rank))
+                codec.decode(payloads[rank : rank + 1], split, rank, own)
+        raise
+
+
+def decoded(codec: Codec, payloads: Tensor, part: int, out: Tensor) -> Tensor:
+    """Every rank's own part, into `out`."""
+    return _decode_all(_Plain(codec), payloads, Split(out.numel(), payloads.shape[0], part), out)
+
+
 def decoded_mean(codec: Codec, payloads: Tensor, part: int, out: Tensor) -> Tensor:
     """The mean of one part's payloads, into `out`."""
     split = Split(out.numel(), 1, part)
@@ -121,9 +150,11 @@ def _add_up(
 ) -> Tensor:
     """Rank by rank: one part of temporary memory, and one order of summation."""
     values = _scratch.take(out, "values")
-    codec.decode(payloads[:1], split, row, out)
-    for rank in range(1, payloads.shape[0]):
-        out.add_(codec.decode(payloads[rank : rank + 1], split, row, values))
+    for rank in range(payloads.shape[0]):
+        with sent_by(rank):
+            codec.decode(payloads[rank : rank + 1], split, row, values if rank else out)
+        if rank:
+            out.add_(values)
     return out.div_(payloads.shape[0])
 
 

@@ -18,13 +18,17 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 
 from torch.distributed import Store
 
+from thinwire.text import printable
+
 _ABSENT = "-"  # what compare_set returns for a key that is not there
+_LONGEST = 1 << 20  # bytes of a note that is looked at
+_WORDS = 300  # characters of what a peer says of itself or others
 _BEATS = 4  # intervals of silence after which a peer is taken for lost
 _generation = 0  # worlds this process has been in; each has its own keys
 
@@ -197,9 +201,21 @@ class Heartbeat:
         for peer in set(range(self._size)) - set(seen):
             # Unlike the gets, compare_set does not wait for a key that is not there yet.
             notes[peer] = self._store.compare_set(f"{self._prefix}{peer}", _ABSENT, _ABSENT)
-        read = {peer: _parse(text) for peer, text in notes.items() if text != _ABSENT.encode()}
+        there = {peer: text for peer, text in notes.items() if text != _ABSENT.encode()}
+        read = {peer: self._beat(peer, text) for peer, text in there.items()}
         with self._changed:
             self._take(read)
+
+    def _beat(self, peer: int, text: bytes) -> Beat:
+        """One that cannot be read is no sign of life."""
+        try:
+            return _parse(text, self._size)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+            problem: Exception = error
+        except (TypeError, ValueError) as error:
+            problem = error
+        before = self._beats.get(peer, Beat(0, "", "an unknown host", {}))
+        return replace(before, note=f"a note that cannot be read: {_words(problem)}")
 
     def _take(self, read: dict[int, Beat]) -> None:
         now = time.monotonic()
@@ -303,7 +319,23 @@ def _last_words(beat: Beat) -> str:
     return f"on {beat.host}, {'left' if beat.left else 'silent'} after {beat.note!r}"
 
 
-def _parse(text: bytes) -> Beat:
+def _parse(text: bytes, size: int) -> Beat:
+    """Whoever reaches the store can write there: only what has the form of a note is taken."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"{len(text)} bytes")
     value = json.loads(text)
-    value["lost"] = {int(rank): why for rank, why in value["lost"].items()}
-    return Beat(**value)
+    lost = {int(rank): _words(why) for rank, why in value["lost"].items()}
+    if not all(0 <= rank < size for rank in lost):
+        raise ValueError(f"ranks {sorted(lost)} of {size}")
+    return Beat(
+        count=int(value["count"]),
+        note=_words(value["note"]),
+        host=_words(value["host"]),
+        lost=lost,
+        left=bool(value["left"]),
+        issued={str(wire): int(number) for wire, number in value["issued"].items()},
+    )
+
+
+def _words(said: object) -> str:
+    return printable(said)[:_WORDS]

@@ -14,7 +14,14 @@ from torch.distributed import ProcessGroup
 
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Feedback
-from thinwire.wire.compressed_mean import Owner, compressed_mean, decoded_mean, own_slice
+from thinwire.wire.compressed_mean import (
+    Owner,
+    compressed_mean,
+    decoded,
+    decoded_mean,
+    own_slice,
+    sent_by,
+)
 from thinwire.wire.flight import all_finite
 from thinwire.wire.phase import Phase
 
@@ -56,8 +63,10 @@ def exchange(
         # By differences to one's own values, which need no codec: where all ranks agree, the result
         # is what they agree on, to the bit. Weights that sum to 1 but for rounding would drift.
         values, total = torch.empty_like(buffer), torch.zeros_like(buffer)
-        for (_, weight), payload in zip(pairs, received, strict=True):
-            total.add_(codec.decode(payload, part, values).sub_(buffer), alpha=weight)
+        for (peer, weight), payload in zip(pairs, received, strict=True):
+            with sent_by(peer):
+                codec.decode(payload, part, values)
+            total.add_(values.sub_(buffer), alpha=weight)
         buffer.add_(total)
 
     return Phase(started, land)
@@ -71,8 +80,12 @@ def send(buffer: Tensor, to: int, codec: Codec, group: ProcessGroup) -> Phase:
 def recv(buffer: Tensor, source: int, codec: Codec, group: ProcessGroup) -> Phase:
     part = codec.part(buffer.numel(), 1)
     payload = torch.empty(1, codec.payload_bytes(part), dtype=torch.uint8, device=buffer.device)
-    started = collectives.receive(payload, source, group)
-    return Phase(started, lambda: _arrived(codec.decode(payload, part, buffer)))
+
+    def land() -> None:
+        with sent_by(source):
+            codec.decode(payload, part, buffer)
+
+    return Phase(collectives.receive(payload, source, group), land)
 
 
 def reduce(buffer: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Phase:
@@ -101,6 +114,14 @@ def gather_rows(rows: Tensor, own: Tensor, group: ProcessGroup) -> Phase:
     return Phase(collectives.all_gather(rows, sent, group), lambda: _arrived(sent))
 
 
+def gather_lengths(buffer: Tensor, lengths: list[int], group: ProcessGroup) -> Phase:
+    """As many bytes from each rank as it has said, one after the other; one's own are in place."""
+    rank, parts = group.rank(), buffer.split(lengths)
+    peers = [peer for peer in range(group.size()) if peer != rank]
+    received = [parts[peer] for peer in peers]
+    return Phase(collectives.exchange(parts[rank], received, peers, group))
+
+
 def scatter_mean(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Phase:
     """The first phase of a mean alone; only the rank's own part of the buffer gets a result."""
     sent = codec.encode(buffer, group.size(), part)
@@ -120,7 +141,7 @@ def gather(buffer: Tensor, codec: Codec, part: int, group: ProcessGroup) -> Phas
     received = torch.empty(group.size(), sent.shape[1], dtype=torch.uint8, device=buffer.device)
 
     def land(_in_use: Tensor = sent) -> None:
-        codec.decode(received, part, buffer)
+        decoded(codec, received, part, buffer)
 
     return Phase(collectives.all_gather(received, sent, group), land)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.errors import PeerLost
+from thinwire.errors import PeerLost, UsageError
 from thinwire.wire import transfers, world
 from thinwire.wire.account import Account
 from thinwire.wire.carrier import Carrier
@@ -25,6 +25,9 @@ from thinwire.wire.flight import Flight
 
 AnyCodec = Codec | Feedback
 Group = ProcessGroup | DeviceMesh | None
+
+MOST_GATHERED = 64 << 20
+"""Bytes that `gather_bytes` takes of a rank."""
 
 _REDUCTIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
@@ -257,14 +260,28 @@ class Wire:
         carrier = self._carrier
         if carrier is None:
             return [payload]
-        width = int(self.agree([len(payload)])[0])
-        own = torch.zeros(8 + width, dtype=torch.uint8)
-        framed = len(payload).to_bytes(8, "little") + payload
-        own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        rows = torch.empty(self.size, own.numel(), dtype=torch.uint8)
-        carrier.launch(rows, lambda b: transfers.gather_rows(b, own, carrier.group)).wait()
-        texts = [row.numpy().tobytes() for row in rows]
-        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+        lengths = self._lengths(carrier, len(payload))
+        sent = [max(1, length) for length in lengths]  # no message is empty
+        flat = torch.zeros(sum(sent), dtype=torch.uint8)
+        parts = flat.split(sent)
+        if payload:
+            parts[self.rank].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        carrier.launch(flat, lambda b: transfers.gather_lengths(b, sent, carrier.group)).wait()
+        texts = (part.numpy().tobytes() for part in parts)
+        return [text[:length] for text, length in zip(texts, lengths, strict=True)]
+
+    def _lengths(self, carrier: Carrier, own: int) -> list[int]:
+        """What every rank is about to send; refused before memory is taken for it."""
+        rows, row = torch.zeros(self.size, 1, dtype=torch.int64), torch.tensor([own])
+        carrier.launch(rows, lambda b: transfers.gather_rows(b, row, carrier.group)).wait()
+        lengths: list[int] = rows.view(-1).tolist()
+        for rank, length in zip(self.ranks, lengths, strict=True):
+            if not 0 <= length <= MOST_GATHERED:
+                raise UsageError(
+                    f"rank {rank} would send {length} bytes to every rank of wire {self.name!r}, "
+                    f"which takes 0 to {MOST_GATHERED} of each"
+                )
+        return lengths
 
     def watch(
         self, parts: list[Part], buffer: Tensor, then: Callable[[Tensor], Tensor]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost, UsageError
+from thinwire.wire import rendezvous
 from thinwire.wire.heartbeat import Heartbeat
 
 DEFAULT_TIMEOUT = 60.0
@@ -78,7 +79,9 @@ def init(
     global _world
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout!r}")
-    if not dist.is_initialized() and "RANK" in os.environ:
+    if dist.is_initialized() or rendezvous.launched():
+        rendezvous.allow_more_files()
+    if not dist.is_initialized() and rendezvous.launched():
         _join(backend)
     _leave()
     _world = _of_process(timeout)
@@ -95,10 +98,15 @@ def init(
 
 
 def current() -> World:
-    """The world `init` joined, or the one a user's own init_process_group made."""
+    """The world `init` joined, or the one a user's own init_process_group made.
+
+    A world of one is made only where nobody has asked for more.
+    """
     global _world
     if _world is None or _world.group is not _default_group():
         _leave()
+        if not dist.is_initialized():
+            rendezvous.require_alone()
         _world = _of_process(DEFAULT_TIMEOUT)
     return _world
 
@@ -127,53 +135,39 @@ def _default_group() -> dist.ProcessGroup | None:
 
 
 def _join(backend: str | None) -> None:
-    missing = [k for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-    if missing:
-        raise UsageError(
-            f"RANK is set but {', '.join(missing)} not: start with torchrun, thinwire, or neither"
-        )
-    numbers = {}
-    for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        try:
-            numbers[key] = int(os.environ[key])
-        except ValueError:
-            raise UsageError(f"{key} takes a number, got {os.environ[key]!r}") from None
-    if not 0 <= numbers["RANK"] < numbers["WORLD_SIZE"]:
-        raise UsageError(
-            f"RANK takes 0 to WORLD_SIZE - 1, got RANK={numbers['RANK']} with "
-            f"WORLD_SIZE={numbers['WORLD_SIZE']}"
-        )
+    here = rendezvous.place()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        _meet(backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"))
+        _meet(here, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"))
     except dist.DistNetworkError as error:
-        raise _join_error(error) from error
+        raise _join_error(here, error) from error
     except dist.DistStoreError as error:
         raise PeerLost(
-            f"not all {os.environ['WORLD_SIZE']} ranks joined within "
+            f"not all {here.size} ranks joined within "
             f"{_JOIN_TIMEOUT.total_seconds():.0f} s: {error}"
         ) from error
 
 
-def _meet(backend: str) -> None:
+def _meet(here: rendezvous.Place, backend: str) -> None:
     """Joins under keys of this world alone: torch would use those of an earlier one again, and find
     the addresses it left, where a store outlives its worlds (torchrun's does)."""
     global _joined
     _joined += 1
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT)))
+    store = rendezvous.store(here, _JOIN_TIMEOUT)
+    rendezvous.warn_if_public(here, stacklevel=5)  # the line that called init()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"thinwire world {_joined}", store),
-        rank=rank,
-        world_size=size,
+        rank=here.rank,
+        world_size=here.size,
         timeout=_JOIN_TIMEOUT,
     )
 
 
-def _join_error(error: Exception) -> Exception:
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def _join_error(here: rendezvous.Place, error: Exception) -> Exception:
+    where = f"{here.host}:{here.port}"
     if "EADDRINUSE" in str(error) or "in use" in str(error):
         return UsageError(f"no free port: {where} is in use; set MASTER_PORT to a free one")
     return PeerLost(f"cannot meet the other ranks at {where}: {error}")

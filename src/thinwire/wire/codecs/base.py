@@ -8,6 +8,9 @@ gives the same bits on every rank.
 
 A value that is not finite must come out of `decode` as one that is not finite, in its own row at
 least: that is how all replicas agree to skip a step without another message.
+
+Bytes that no encoder has made - from a peer of another version, or damaged on the way - are decoded
+to some values or refused with BadPayload, whatever they are. The wire adds who sent them.
 """
 
 from abc import ABC, abstractmethod

@@ -29,6 +29,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from thinwire.errors import BadPayload
+
 BITS = (1, 2, 4, 8, 16, 32)
 SMALL = 256  # values; a tensor below that is sent whole
 _DENSE_BYTES = 2
@@ -81,17 +83,36 @@ class Places:
         words = torch.cat([counts, places & self.block_limit]).to(self._type())
         into[: words.nbytes] = words.view(torch.uint8)
 
-    def unpack(self, packed: Tensor) -> Tensor:
+    def unpack(self, packed: Tensor, within: int | None = None) -> Tensor:
+        """Ascending, at most as many as fit the payload, all below `within` (the part); or
+        BadPayload."""
         if self._all:
-            return torch.arange(self._part, device=packed.device)
-        if not self._width:
-            return _unpack_bits(packed, 1)[: self._part].nonzero().view(-1)
+            places = torch.arange(self._part, device=packed.device)
+        elif not self._width:
+            places = _unpack_bits(packed, 1)[: self._part].nonzero().view(-1)
+            self._require_room(places.numel())
+        else:
+            places = self._from_blocks(packed)
+        limit = self._part if within is None else within
+        if places.numel() and (last := int(places[-1])) >= limit:
+            raise BadPayload(f"place {last} in a row of {limit} values")
+        return places
+
+    def _from_blocks(self, packed: Tensor) -> Tensor:
         words = packed.clone().view(self._type()).long() & self.block_limit
-        counts = words[: self._blocks()]
-        blocks = torch.arange(counts.numel(), device=packed.device).repeat_interleave(counts)
-        # A damaged or foreign payload must not write outside the row.
-        places = (blocks << self._width) + words[counts.numel() :][: blocks.numel()]
-        return places.clamp_(max=self._part - 1)
+        counts, inside = words[: self._blocks()], words[self._blocks() :]
+        total = int(counts.sum())
+        self._require_room(total)
+        blocks = torch.arange(counts.numel(), device=packed.device)
+        places = (blocks.repeat_interleave(counts) << self._width) + inside[:total]
+        # The same place twice would be a value or another, as the device likes.
+        if bool((places[1:] <= places[:-1]).any()):
+            raise BadPayload("places that do not ascend")
+        return places
+
+    def _require_room(self, count: int) -> None:
+        if count > self._most:
+            raise BadPayload(f"{count} values where {self._most} fit")
 
     def _blocks(self) -> int:
         return -(-self._part // (1 << self._width))
@@ -212,14 +233,15 @@ class SparseRow:
 
     def unpack(self, payload: Tensor, out: Tensor) -> Tensor:
         """Writes what a payload stands for into `out`, zero where it says nothing, and returns the
-        places it speaks of, dense spans left out."""
+        places it speaks of, dense spans left out. BadPayload where it cannot be one of this form.
+        """
         self._to(out.device)
         ranges, where, values, dense = payload[: self.nbytes].split(self._cuts)
         out.zero_()
         places = self._dense[:0]
         if self.keep:
             scales = ranges.clone().view(torch.bfloat16).view(-1, 2)
-            places = self._places.unpack(where)
+            places = self._places.unpack(where, out.numel())
             owner = self._owner(places)
             codes = self._levels.unpack(values, places.numel())
             out[places] = self._levels.decode(codes, owner, scales).to(out.dtype)
