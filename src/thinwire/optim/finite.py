@@ -72,8 +72,14 @@ def largest_gradient(parameters: Sequence[Tensor]) -> float:
 
 def largest_of(tensors: Sequence[Tensor]) -> float:
     """The largest magnitude in any of them; NaN if there is one."""
-    parts = [local_part(t) for t in tensors if t.numel()]
-    return float(nn.utils.get_total_norm(parts, norm_type=math.inf))
+    parts = [part for part in map(local_part, tensors) if part.numel()]  # a shard may be empty
+    away = [part for part in parts if part.device.type != "cpu"]
+    found = [float(nn.utils.get_total_norm(away, norm_type=math.inf))]
+    # A norm over infinity is not vectorised on a CPU, and costs as much as a step of AdamW.
+    for part in parts:
+        if part.device.type == "cpu":
+            found += [abs(float(extreme)) for extreme in torch.aminmax(part)]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def broken_ranks(wire: Wire, shards: Shards, whole: bool) -> list[int]:

@@ -53,7 +53,7 @@ from thinwire.optim.sparse_round import Round, take_up
 from thinwire.optim.travelling_buffers import TravellingBuffers
 from thinwire.wire.agreement import require_same
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
-from thinwire.wire.flight import Flight
+from thinwire.wire.flight import Flight, all_finite
 from thinwire.wire.wire import Group
 
 Correction = Literal["ema", "delta", "overwrite"]
@@ -188,9 +188,10 @@ class SparseAverage(WrappingOptimizer):
         lag, tensors = self._count - entry.step, self._tensors
         if entry.own is not None and lag > 0:
             drift = subset.read(tensors, torch.empty_like(mean)).sub_(entry.own)
-            if self.drift is not None:
-                drift = self.drift.update(subset, drift, lag, self._ema_weight())
-            mean = drift.add_(mean)
+            if all_finite(drift):  # weights that broke meanwhile take the mean as it is
+                if self.drift is not None:
+                    drift = self.drift.update(subset, drift, lag, self._ema_weight())
+                mean = drift.add_(mean)
         subset.write(mean, tensors)
         self.partition.forget(entry.number)
 

@@ -69,7 +69,10 @@ class TravellingBuffers:
         """Into memory of its own: landing works in place."""
         self._abandon()
         self._sent = self._loaded(state["sent"], 0)
-        mean = self._loaded(state["mean"], 1)
+        mean = state["mean"]
+        if mean is not None and mean.numel() == self._flat.numel:  # saved before it had a weight
+            mean = torch.cat([mean, mean.new_ones(1)])
+        mean = self._loaded(mean, 1)
         if mean is not None:
             self._flight = Flight(mean, self._wire.account)
 
