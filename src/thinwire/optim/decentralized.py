@@ -48,6 +48,7 @@ from thinwire.optim.buckets import Bucket, arrange
 from thinwire.optim.checks import require_nonnegative, require_positive
 from thinwire.optim.consensus import mean_of_replicas
 from thinwire.optim.departures import Departures, State
+from thinwire.optim.finite import finite_means
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.shards import Shards
 from thinwire.optim.travelling_buffers import TravellingBuffers
@@ -282,7 +283,7 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
         """Inside, the model holds the mean of the replicas' weights and buffers."""
         own = self._buffers.swap_in_mean(self.meeting)
         try:
-            with mean_of_replicas(self.meeting, self._parameters):
+            with mean_of_replicas(self.meeting, self._parameters, self._shards):
                 yield
         finally:
             self._buffers.restore(own)
@@ -297,7 +298,8 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
         """All replicas go to their mean; a collective."""
         flat = Flat(self._parameters)
         values = flat.pack(self._parameters, flat.new())
-        flat.unpack(self.wire.mean(values).wait(), self._parameters)
+        (mean,) = finite_means(self.wire, [values], self._shards, type(self).__name__)
+        flat.unpack(mean, self._parameters)
         for bucket in self.buckets:
             self._agree_on_start_of(bucket)
 

@@ -347,7 +347,7 @@ class ZeroOneAdam(OneBitOptimizer):
         if not self.apart:
             yield
             return
-        with mean_of_replicas(self.meeting, self._parameters):
+        with mean_of_replicas(self.meeting, self._parameters, self._shards):
             yield
 
     @torch.no_grad()
