@@ -15,12 +15,19 @@ used in runs of 30,000 updates, and reaches 0.57 after 1,000 of them; for T upda
 
     decay = 0.004 * 30,000 / T
 
-Without a stash (`stash=False`) each stage has settings of its own (`stage_settings`):
+Without a stash (`stash=False`) each stage has settings of its own (`stage_settings`), by its lag
+L_s, the updates between the weights of a gradient and those it is applied to (`Schedule.lag`):
 
-    lr_s = lr / max(1, K_s)^(1 - min(t / T_c, 1)) ;   momentum_s = 0.9 + 0.09 K_s / P
+    lr_s = lr / max(1, L_s)^(1 - min(t / T_c, 1)) ;   momentum_s = 0.9 + 0.09 L_s / (L_0 + 1)
+
+[Note: lag of a stage] The settings were published for one update a micro-batch and no lead, with
+K_s = P - 1 - s for L_s and P for L_0 + 1, which are the same there. A lead multiplies L_s by
+(1 + lead) and accumulation divides it by k. K_s / P would then be no share of anything: with a lead
+it passes 1, and a momentum of 1 or more diverges. L_s / (L_0 + 1) is below 1 for every schedule, so
+momentum stays in [0.9, 0.99), and it goes to 0.9 as accumulation makes the lag small.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -72,9 +79,12 @@ class StageSettings:
 
 
 def stage_settings(schedule: Schedule, update: int, *, correct_for: int = 7000) -> StageSettings:
-    """Of update `update` (from 0); `correct_for` is T_c, about a seventh to a quarter of a run."""
+    """Of update `update` (from 0); `correct_for` is T_c, about a seventh to a quarter of a run.
+
+    See [Note: lag of a stage] for schedules with a lead or accumulation.
+    """
     if correct_for < 1:
         raise ValueError(f"stage_settings(correct_for=...) takes updates >= 1, got {correct_for!r}")
-    delay = schedule.warmup
+    lag, largest = schedule.lag, replace(schedule, stage=0).lag
     exponent = 1 - min(update / correct_for, 1.0)
-    return StageSettings(max(1, delay) ** -exponent, 0.9 + 0.09 * delay / schedule.stages)
+    return StageSettings(max(1.0, lag) ** -exponent, 0.9 + 0.09 * lag / (largest + 1))
