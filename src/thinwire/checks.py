@@ -74,6 +74,16 @@ def require_multiple(name: str, key: str, value: Any, of: int) -> int:
     return number
 
 
+def require_count_or(name: str, key: str, value: Any, word: str, least: int = 1) -> Any:
+    """A count, or the one word that stands for another way."""
+    if isinstance(value, str) and value == word:
+        return value
+    number = plain_number(value)
+    if not isinstance(number, int) or not least <= number <= LARGEST:
+        raise refusal(name, key, f'a whole number >= {least} or "{word}"', value)
+    return number
+
+
 def require_whole(name: str, key: str, value: Any) -> int:
     """Of any size and sign, as seeds are."""
     if isinstance(value, np.integer):

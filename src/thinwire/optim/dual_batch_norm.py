@@ -115,15 +115,16 @@ def second_parameters(model: nn.Module) -> list[str]:
 def _refuse(module: nn.Module, name: str) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
-            f"dual_batch_norm: {name} is a SyncBatchNorm, which waits for its peers in every pass; "
-            "a pass beside the step would meet the wrong one: use BatchNorm"
+            f"dual_batch_norm(model=...): {name} is a SyncBatchNorm, which waits for its peers in "
+            "every pass; a pass beside the step would meet the wrong one: use BatchNorm"
         )
     if isinstance(module, _LazyNormBase):
         raise ValueError(
-            f"dual_batch_norm: {name} does not know its size yet; run the model once before"
+            f"dual_batch_norm(model=...): {name} does not know its size yet; run the model once "
+            "before"
         )
     if not isinstance(module, _KINDS):
         raise ValueError(
-            f"dual_batch_norm: {name} is a {type(module).__name__}; it takes "
+            f"dual_batch_norm(model=...): {name} is a {type(module).__name__}; it takes "
             "BatchNorm1d, BatchNorm2d and BatchNorm3d"
         )

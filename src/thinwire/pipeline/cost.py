@@ -19,6 +19,8 @@ from thinwire.checks import (
 from thinwire.wire.checks import require_group
 from thinwire.wire.wire import Group, Wire
 
+_PARTS = "parts, (name, module) in order"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -34,9 +36,11 @@ class Cost:
     """Bytes of what goes in: what a stage that begins here receives."""
 
     def __post_init__(self) -> None:
-        for key in ("seconds", "weights", "activations", "input"):
-            value = require_at_least("Cost", key, getattr(self, key), 0)
-            object.__setattr__(self, key, value)
+        seconds = require_at_least("Cost", "seconds", self.seconds, 0)
+        object.__setattr__(self, "seconds", seconds)
+        for key in ("weights", "activations", "input"):
+            count = require_count("Cost", key, getattr(self, key), least=0)
+            object.__setattr__(self, key, count)
 
     def __add__(self, after: "Cost") -> "Cost":
         return Cost(
@@ -60,7 +64,9 @@ def measure(
     `group` (all by default) must call this. Gradients that the parts held are cleared; random state
     and buffers are left alone.
     """
-    rows = require_items("measure", "parts", parts, "parts, (name, module) in order")
+    rows = require_items("measure", "parts", parts, _PARTS)
+    if not rows:
+        raise refusal("measure", "parts", _PARTS, parts)
     require_kind("measure", "sample", sample, Tensor, "a tensor that goes into the first part")
     repeats = require_count("measure", "repeats", repeats)
     require_group("measure", "group", group)
@@ -77,7 +83,7 @@ def measure(
 def _checked_part(part: Any) -> tuple[str, nn.Module]:
     two = isinstance(part, tuple | list) and len(part) == 2
     if not two or not isinstance(part[0], str) or not isinstance(part[1], nn.Module):
-        raise refusal("measure", "parts", "parts, (name, module) in order", part)
+        raise refusal("measure", "parts", _PARTS, part)
     return part[0], part[1]
 
 

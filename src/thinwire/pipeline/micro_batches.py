@@ -25,7 +25,8 @@ def _cut(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Iterator[tuple
         for name, tensor in (("x", x), ("y", y)):
             if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % count:
                 raise ValueError(
-                    f"a batch whose {name} has shape {tuple(tensor.shape)} does not divide into "
-                    f"{count} micro-batches of equal size"
+                    f"micro_batches(batches=...): a batch whose {name} has shape "
+                    f"{tuple(tensor.shape)} does not divide into {count} micro-batches of equal "
+                    "size"
                 )
         yield from zip(x.chunk(count), y.chunk(count), strict=True)

@@ -43,8 +43,8 @@ def require_group(name: str, key: str, group: Any) -> None:
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{name}({key}=...) was given a group that this rank is no member of; make it only on "
-            "the ranks of the group"
+            f"{name}({key}=...): this rank is no member of the group; make it only where the group "
+            "includes the rank"
         )
     raise refusal(
         name, key, "a ProcessGroup, one dimension of a DeviceMesh, or None for all ranks", group
