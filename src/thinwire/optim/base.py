@@ -22,6 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.optim.checks import (
+    require_group,
+    require_inner,
+    require_kind,
+    require_params,
+    require_text,
+)
 from thinwire.optim.flat import local_part
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same, require_same_values
@@ -40,7 +47,11 @@ class WireOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, group: Group = None, name: str
     ) -> None:
-        super().__init__(params, defaults)
+        own = type(self).__name__
+        require_text(own, "name", name)
+        require_group(own, "group", group)
+        require_kind(own, "defaults", defaults, dict, "a dict of settings")
+        super().__init__(require_params(own, params), defaults)
         self._parameters: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
         self.group = group
         self._meeting: Wire | None = None
@@ -143,8 +154,7 @@ class WrappingOptimizer(WireOptimizer):
     """Base of the methods that leave the update rule to an inner optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, *, group: Group = None, name: str) -> None:
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ValueError(f"{name} wraps a torch.optim.Optimizer, got {type(inner).__name__}")
+        require_inner(name, inner)
         if isinstance(inner, torch.optim.LBFGS):
             raise ValueError(
                 f"{name} cannot wrap LBFGS, which takes several gradients a step; wrap an "

@@ -16,19 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.optim.checks import require_count
+from thinwire.optim.checks import require_count, require_kind
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback, OneBit
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Wire
 
 _FutureTensor = torch.futures.Future[Tensor]
+_MODULE = "a torch DistributedDataParallel (without DDP use OneBitAdam or GradientAverage)"
 
 
 class GradientHook:
     """What `one_bit` returns: the account of the traffic, and the errors it keeps."""
 
     def __init__(self, module: DistributedDataParallel, codec: Codec, dense_steps: int) -> None:
+        require_kind("GradientHook", "module", module, DistributedDataParallel, _MODULE)
+        require_kind("GradientHook", "codec", codec, Codec, "a codec such as OneBit()")
+        dense_steps = require_count("GradientHook", "dense_steps", dense_steps)
         self.wire = Wire(module.process_group, name="gradients")
         self._codec, self._dense_steps = codec, dense_steps
         self._errors: dict[tuple[int, ...], ErrorFeedback] = {}
@@ -64,11 +68,7 @@ def one_bit(module: DistributedDataParallel, *, dense_steps: int = 100) -> Gradi
         dense_steps: backward passes before that. Raise it when the loss falls behind at the switch:
             an Adam wants about 15 % of the run, SGD a few steps.
     """
-    if not isinstance(module, DistributedDataParallel):
-        raise ValueError(
-            "hooks.one_bit takes a torch DistributedDataParallel, got "
-            f"{type(module).__name__}; without DDP use OneBitAdam or GradientAverage"
-        )
+    require_kind("hooks.one_bit", "module", module, DistributedDataParallel, _MODULE)
     require_count("hooks.one_bit", "dense_steps", dense_steps, least=1)
     return GradientHook(module, OneBit(), dense_steps)
 

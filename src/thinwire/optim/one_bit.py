@@ -48,7 +48,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.bucketed import BucketedOptimizer
-from thinwire.optim.checks import require_count, require_positive
+from thinwire.optim.checks import (
+    require_bool,
+    require_codec,
+    require_count,
+    require_group,
+    require_positive,
+)
 from thinwire.optim.departures import State
 from thinwire.optim.freeze import FreezeRule
 from thinwire.optim.mean_norm import MeanNorm, shortening
@@ -85,14 +91,13 @@ class OneBitOptimizer(BucketedOptimizer):
     ) -> None:
         name = type(self).__name__
         if freeze_at is not None:
-            require_count(name, "freeze_at", freeze_at)
+            freeze_at = require_count(name, "freeze_at", freeze_at)
         if clip is not None:
-            require_positive(name, "clip", clip)
-        if dense is not None and not isinstance(dense, Codec):
-            raise ValueError(
-                f"{name}(dense=...) takes a codec without memory, such as Dense(torch.bfloat16), "
-                f"got {dense!r}"
-            )
+            clip = require_positive(name, "clip", clip)
+        require_codec(name, "dense", dense, memory=False, why="the warm-up's errors end with it")
+        require_group(name, "inside", inside)
+        shard_state = require_bool(name, "shard_state", shard_state)
+        late = require_bool(name, "late", late)
         if shard_state:
             self._check_sharding(name, dense, inside, late)
         super().__init__(params, defaults, bucket_mb=bucket_mb, overlap=overlap, group=group)

@@ -70,9 +70,9 @@ class OneBitLamb(OneBitOptimizer):
         factor_threshold: float = 0.1,
         **stages: Unpack[StageSettings],
     ) -> None:
-        require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
-        require_bounds("OneBitLamb", "factor", factor)
-        require_share("OneBitLamb", "factor_threshold", factor_threshold)
+        coefficient_beta = require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
+        factor = require_bounds("OneBitLamb", "factor", factor)
+        factor_threshold = require_share("OneBitLamb", "factor_threshold", factor_threshold)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
         self._b3, self._bounds, self._threshold = coefficient_beta, factor, factor_threshold
@@ -81,9 +81,9 @@ class OneBitLamb(OneBitOptimizer):
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
-        require_bounds(name, "coefficient", group["coefficient"])
+        group["coefficient"] = require_bounds(name, "coefficient", group["coefficient"])
         if group["phi"] is not None:
-            require_bounds(name, "phi", group["phi"])
+            group["phi"] = require_bounds(name, "phi", group["phi"])
 
     # -- warm-up ----------------------------------------------------------------------------------
 

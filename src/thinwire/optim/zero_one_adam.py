@@ -79,9 +79,8 @@ class ZeroOneAdam(OneBitOptimizer):
                     f"ZeroOneAdam({name}=...): its replicas take steps of their own, for which "
                     "each needs all of m and v and its own gradients; use OneBitAdam for that"
                 )
-        require_count("ZeroOneAdam", "double_after", double_after)
-        require_count("ZeroOneAdam", "longest", longest)
-        self.double_after, self.longest = double_after, longest
+        self.double_after = require_count("ZeroOneAdam", "double_after", double_after)
+        self.longest = require_count("ZeroOneAdam", "longest", longest)
         self.refreshes, self.exchanges = 0, 0
         self._next_refresh = 1  # the step it happens at, counted from 1
         self._since = 0  # local steps since the last exchange
