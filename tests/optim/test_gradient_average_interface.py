@@ -96,11 +96,16 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="parameters cannot be added after construction"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match=r"wraps a torch.optim.Optimizer, got list"):
+    with pytest.raises(
+        ValueError,
+        match=r"inner=...\) takes a torch.optim.Optimizer over the parameters, got a list",
+    ):
         tw.GradientAverage(list(net.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot wrap LBFGS"):
         tw.GradientAverage(torch.optim.LBFGS(net.parameters()))
-    with pytest.raises(ValueError, match="codec takes a thinwire codec"):
+    with pytest.raises(
+        ValueError, match=r"codec=...\) takes an object of thinwire.codecs.*parse\(.int8.\)"
+    ):
         tw.GradientAverage(sgd(net.parameters()), codec="int8")  # type: ignore[arg-type]
 
 

@@ -83,7 +83,10 @@ def test_a_bad_gradient_of_one_rank_is_seen_by_all_and_forgotten(ranks: Ranks) -
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="takes a torch DistributedDataParallel, got Sequential"):
+    with pytest.raises(
+        ValueError,
+        match=r"module=...\) takes a torch DistributedDataParallel.*got a model \(Sequential\)",
+    ):
         tw.hooks.one_bit(build())  # type: ignore[arg-type]
 
 

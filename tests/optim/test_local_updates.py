@@ -193,14 +193,14 @@ def test_a_coarse_codec_with_error_feedback_stays_near_the_dense_run(ranks) -> N
 
 
 BAD = [
-    ({"every": 0}, "every takes"),
+    ({"every": 0}, r"every=...\) takes"),
     ({"every": 4, "delay": 4}, "longer than"),
-    ({"every": 4, "delay": -1}, "delay takes"),
-    ({"every": 4, "fragments": 3}, "do not divide|fragments takes"),
-    ({"every": 4, "fresh": 1.5, "delay": "round"}, "fresh takes"),
+    ({"every": 4, "delay": -1}, r"delay=...\) takes"),
+    ({"every": 4, "fragments": 3}, r"do not divide|fragments=...\) takes"),
+    ({"every": 4, "fresh": 1.5, "delay": "round"}, r"fresh=...\) takes"),
     ({"every": 4, "fresh": 0.5}, "needs delay"),
     ({"every": 4, "merge": 0.5}, "needs a delay in steps"),
-    ({"every": 4, "fragments": 9}, "fragments takes"),
+    ({"every": 4, "fragments": 9}, r"fragments=...\) takes 1 to"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_alone_it_is_the_identity_and_bad_settings_are_refused() -> None:
         ({"density": 0.0}, r"Cut\(density=...\) takes a number in \(0, 1\], got 0.0"),
         ({"density": 1.1}, r"Cut\(density=...\) takes a number in \(0, 1\], got 1.1"),
         ({"gradient_density": -1}, r"Cut\(gradient_density=...\) takes a number in \(0, 1\]"),
-        ({"refresh": 0}, r"Cut\(refresh=...\) takes a number of steps >= 1, got 0"),
+        ({"refresh": 0}, r"Cut\(refresh=...\) takes a whole number >= 1, got 0"),
         ({"value_bits": 5}, r"Cut\(value_bits=...\) takes one of 1, 2, 4"),
     ]:
         with pytest.raises(ValueError, match=message):

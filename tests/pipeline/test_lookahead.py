@@ -1,10 +1,15 @@
 """Look-ahead: equation 10 is NAdam's numerator; the optimizer; the settings without a stash."""
 
+import itertools
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from thinwire.pipeline import LookAhead, Schedule, stage_settings
+from thinwire.pipeline import LookAhead, Schedule, SimulatedPipeline, stage_settings
 
 STEPS, G, LR = 40, 0.9, 0.05
 
@@ -80,6 +85,69 @@ def test_settings_without_a_stash() -> None:
     assert stage_settings(first, 5, correct_for=10).lr_scale == pytest.approx(3**-0.5)
     with pytest.raises(ValueError, match="correct_for"):
         stage_settings(first, 0, correct_for=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_the_settings_of_a_stage_go_by_its_lag_in_updates(stages: int) -> None:
+    """Published without lead and accumulation; a momentum below 1 with any of both."""
+    for stage, lead, accumulate in itertools.product(range(stages), range(4), [1, 2, 3, 8, 64]):
+        schedule = Schedule("1f1b", stage, stages, accumulate, lead)
+        case = f"P={stages} stage={stage} lead={lead} accumulate={accumulate}"
+        lag, largest = ((stages - 1 - s) * (1 + lead) / accumulate for s in (stage, 0))
+        own = stage_settings(schedule, 0)
+        assert own.momentum == pytest.approx(0.9 + 0.09 * lag / (largest + 1)), case
+        assert 0.9 <= own.momentum < 0.99, case
+        assert own.lr_scale == pytest.approx(1 / max(1.0, lag)), case
+        if lead == 0 and accumulate == 1:
+            published = 0.9 + 0.09 * (stages - 1 - stage) / stages
+            assert own.momentum == pytest.approx(published), case
+        if stage + 1 < stages:
+            after = stage_settings(Schedule("1f1b", stage + 1, stages, accumulate, lead), 0)
+            assert after.momentum < own.momentum, case
+
+
+def test_the_settings_of_schedules_with_another_lag() -> None:
+    for stage in range(4):
+        flush = stage_settings(Schedule("flush", stage, 4, 4), 0)
+        assert (flush.lr_scale, flush.momentum) == (1.0, 0.9), "nothing is ever late"
+        double = stage_settings(Schedule("2bw", stage, 4, 4), 0)
+        assert (double.lr_scale, double.momentum) == (1.0, pytest.approx(0.945)), "one update late"
+
+
+@pytest.mark.parametrize(("lead", "accumulate"), [(0, 1), (1, 1), (2, 1), (1, 4)])
+def test_stages_without_a_stash_learn_with_these_settings(lead: int, accumulate: int) -> None:
+    """With a lead the momentum was 1.035 and more, and these runs diverged."""
+    torch.manual_seed(0)
+    stages = [*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1)]
+    updates, lr = 400, 5e-3
+    optimizers = [torch.optim.SGD(s.parameters(), lr=lr, momentum=0.9) for s in stages]
+    pipeline = SimulatedPipeline(
+        stages,
+        optimizers,
+        loss=nn.functional.mse_loss,
+        stash=False,
+        lead=lead,
+        accumulate=accumulate,
+        clip=0.0,
+    )
+
+    def before(stage: int, update: int) -> None:
+        schedule = pipeline.runners[stage].schedule
+        own = stage_settings(schedule, update, correct_for=updates // 4)
+        optimizers[stage].param_groups[0].update(lr=lr * own.lr_scale, momentum=own.momentum)
+
+    records = pipeline.train(straight_line(), updates, before=before)
+    losses = [float(record.loss) for record in records if record.loss is not None]
+    end = sum(losses[-20:]) / 20
+    assert end < 0.05 * losses[0], f"loss {losses[0]:.3g} at first and {end:.3g} in the end"
+
+
+def straight_line() -> Iterator[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    slope = torch.randn(8, 1, generator=random) / math.sqrt(8)
+    while True:
+        x = torch.randn(16, 8, generator=random)
+        yield x, x @ slope
 
 
 def stable(curvature: float, beta: float, delay: int, ahead: float, nesterov: bool) -> bool:

@@ -127,8 +127,8 @@ class NoSequence(nn.Module):
     ("stages", "settings", "words"),
     [
         (4, {}, "4 stages were asked for, but the model has 3 parts"),
-        (0, {}, "0 stages"),
-        (2, {"at": [1, 2]}, "at takes the first part of stages 1..1"),
+        (0, {}, r"stages=...\) takes a whole number >= 1, got 0"),
+        (2, {"at": [1, 2]}, r"at=\.\.\.\) takes the first part of stages 1..1"),
         (3, {"at": [2, 1]}, "2 rising numbers of 1..2"),
         (2, {"at": [3]}, "1..2"),
         (2, {"at": [1], "memory": 3.0}, "not both"),

@@ -107,7 +107,7 @@ def test_a_lead_that_hides_the_link() -> None:
         ({"name": "gpipe"}, "1f1b, 2bw, flush"),
         ({"accumulate": 0}, "accumulate"),
         ({"lead": -1}, "lead"),
-        ({"stage": 3}, "0..2"),
+        ({"stage": 3}, "of 0 to 2, got 3"),
         ({"name": "2bw", "accumulate": 2}, "accumulate >= 3"),
         ({"name": "2bw", "accumulate": 3, "lead": 1}, "accumulate >= 4"),
     ],

@@ -122,11 +122,11 @@ def test_resume_with_another_number_of_replicas(
 
 
 BAD = [
-    (["--method", "co2", "--every", "0"], "every takes"),
+    (["--method", "co2", "--every", "0"], "^--every takes"),
     (["--method", "co2", "--every", "often"], "--every takes"),
-    (["--method", "co2", "--penalty", "0.5"], "penalty takes"),
+    (["--method", "co2", "--penalty", "0.5"], "^--penalty takes"),
     (["--method", "co2", "--penalty", "wide"], "--penalty takes"),
-    (["--method", "co2", "--outer-momentum", "1"], "outer_momentum takes"),
+    (["--method", "co2", "--outer-momentum", "1"], "^--outer-momentum takes"),
     (["--method", "overlapped", "--codec", "int3"], "unknown codec"),
     (["--method", "streaming-diloco", "--every", "10"], "do not divide"),
     (["--method", "streaming-diloco", "--fragment-delay", "30"], "longer than"),

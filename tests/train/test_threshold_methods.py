@@ -81,7 +81,7 @@ def test_another_number_of_ranks_starts_from_the_mean_error(ranks: Ranks) -> Non
     [
         (["--density", "0"], r"^--density takes a number in \(0, 1\], got 0"),
         (["--density", "1.5"], r"^--density takes a number in \(0, 1\], got 1.5"),
-        (["--refresh", "0"], r"^--refresh takes a number of steps >= 1, got 0"),
+        (["--refresh", "0"], r"^--refresh takes a whole number >= 1, got 0"),
         (["--value-bits", "3"], r"^--value-bits takes one of 1, 2, 4, 8, 16, 32, got 3"),
         (["--correction", "1"], r"^--correction takes a number in \[0, 1\), got 1"),
         (["--bucket-mb", "-1"], r"--bucket-mb takes a number >= 0, got -1"),

@@ -132,7 +132,7 @@ def test_ranks_that_only_swap_never_agree_without_momentum() -> None:
         (lambda: topology.parse("edges:0-1,1_2", 3), "two ranks as in 0-1, got '1_2'"),
         (lambda: topology.parse("star", 3), "takes one of ring, torus, .*, got 'star'"),
         (lambda: topology.parse("torus:3", 8), r"rows=3\) needs at least 2 x 2"),
-        (lambda: topology.ring(0), r"ring\(size=...\) takes a number of ranks >= 1, got 0"),
+        (lambda: topology.ring(0), r"ring\(size=...\) takes a whole number of 1 to 10000, got 0"),
     ],
 )
 def test_bad_graphs_are_refused_with_what_is_wrong(make, message: str) -> None:

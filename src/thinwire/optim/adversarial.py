@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.optim.checks import require_nonnegative, require_positive
+from thinwire.checks import pair_of_numbers, refusal
+from thinwire.optim.checks import (
+    require_at_least,
+    require_bool,
+    require_callable,
+    require_inner,
+    require_model,
+    require_positive,
+)
 from thinwire.optim.dual_batch_norm import plain_batch_norms, second_parameters, second_set
 from thinwire.optim.gradient_average import GradientAverage
 
@@ -83,12 +91,13 @@ class ConcurrentAdversarial:
         overlap: bool = True,
     ) -> None:
         name = type(self).__name__
-        require_positive(name, "epsilon", epsilon)
-        require_nonnegative(name, {"weight": weight}, "weight")
-        if bounds is not None and not bounds[0] < bounds[1]:
-            raise ValueError(f"{name}(bounds=...) takes (least, largest), got {bounds!r}")
+        self.epsilon = require_positive(name, "epsilon", epsilon)
+        self.weight = require_at_least(name, "weight", weight, 0)
+        self.bounds = None if bounds is None else _checked_bounds(name, bounds)
+        require_callable(name, "loss", loss, "loss(model, x, y)")
+        overlap = require_bool(name, "overlap", overlap)
         _check_model(name, model, optimizer)
-        self.model, self.epsilon, self.weight, self.bounds = model, epsilon, weight, bounds
+        self.model = model
         self.clean = self.perturbed = torch.tensor(float("nan"))
         """The two parts of the latest loss, without a graph."""
         self.exposed = self.hidden = 0.0
@@ -295,7 +304,18 @@ def _before_weights_change(optimizer: torch.optim.Optimizer, action: Callable[[]
         optimizer.register_step_pre_hook(lambda *_: action())
 
 
+def _checked_bounds(name: str, bounds: object) -> Bounds:
+    pair = pair_of_numbers(bounds)
+    if pair is None or not pair[0] < pair[1]:
+        raise refusal(name, "bounds", "(least, largest), two numbers, or None", bounds)
+    return pair
+
+
 def _check_model(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    require_model(name, "model", model)
+    require_inner(name, optimizer, "optimizer")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"{name}(model=...): no parameter of the model is trained")
     single = plain_batch_norms(model)
     if single:
         raise ValueError(
@@ -303,6 +323,11 @@ def _check_model(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
             "dual_batch_norm(model) before the optimizer is built"
         )
     trained = {p for group in optimizer.param_groups for p in group["params"]}
+    if not any(parameter in trained for parameter in model.parameters()):
+        raise ValueError(
+            f"{name}(optimizer=...) trains no parameter of the model; build it over "
+            "model.parameters()"
+        )
     second = set(second_parameters(model))
     for key, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -315,5 +340,3 @@ def _check_model(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
                 f"{name}: the optimizer does not train {key}; call dual_batch_norm(model) before "
                 "the optimizer is built"
             )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"{name}: no parameter of the model is trained")

@@ -25,6 +25,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.optim.checks import (
+    require_group,
+    require_inner,
+    require_kind,
+    require_params,
+    require_text,
+)
 from thinwire.optim.finite import StepGuard
 from thinwire.optim.flat import Unchanged, local_part, shard_of
 from thinwire.wire.account import Account
@@ -44,7 +51,11 @@ class WireOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, group: Group = None, name: str
     ) -> None:
-        super().__init__(params, defaults)
+        own = type(self).__name__
+        require_text(own, "name", name)
+        require_group(own, "group", group)
+        require_kind(own, "defaults", defaults, dict, "a dict of settings")
+        super().__init__(require_params(own, params), defaults)
         self._parameters: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
         self._complex = [p for p in self._parameters if p.is_complex()]
         self.group = group
@@ -157,8 +168,7 @@ class WrappingOptimizer(WireOptimizer):
     """Base of the methods that leave the update rule to an inner optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, *, group: Group = None, name: str) -> None:
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ValueError(f"{name} wraps a torch.optim.Optimizer, got {type(inner).__name__}")
+        require_inner(name, inner)
         if isinstance(inner, torch.optim.LBFGS):
             raise ValueError(
                 f"{name} cannot wrap LBFGS, which takes several gradients a step; wrap an "

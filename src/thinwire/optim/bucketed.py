@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.buckets import arrange
-from thinwire.optim.checks import require_betas, require_nonnegative
+from thinwire.optim.checks import require_betas, require_bool, require_nonnegative
 from thinwire.optim.departures import Departures, State
 from thinwire.optim.flat import local_part
 from thinwire.optim.moment_bucket import MomentBucket
@@ -52,9 +52,9 @@ class BucketedOptimizer(Departures[MomentBucket]):
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         require_nonnegative(name, group, "lr", "eps", "weight_decay")
-        require_betas(name, group["betas"])
-        if not isinstance(group["compress"], bool):
-            raise ValueError(f"{name}(compress=...) takes True or False, got {group['compress']!r}")
+        group["betas"] = require_betas(name, group["betas"])
+        for key in ("compress", "bias_correction"):
+            group[key] = require_bool(name, key, group[key])
 
     def _land(self) -> bool:
         finite = super()._land()

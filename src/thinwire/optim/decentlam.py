@@ -93,6 +93,7 @@ class DecentLaM(DecentralizedOptimizer):
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
         require_stable(name, group["momentum"], self.topology)
+        group["momentum"] = float(group["momentum"])
         self._stable = {group["momentum"]}
 
     def _step(self) -> None:

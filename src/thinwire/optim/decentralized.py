@@ -45,7 +45,14 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.errors import NonFinite
 from thinwire.optim.buckets import Bucket, arrange
-from thinwire.optim.checks import require_nonnegative, require_positive
+from thinwire.optim.checks import (
+    refusal,
+    require_buffers,
+    require_group,
+    require_kind,
+    require_nonnegative,
+    require_positive,
+)
 from thinwire.optim.consensus import mean_of_replicas
 from thinwire.optim.departures import Departures, State
 from thinwire.optim.finite import finite_means
@@ -114,14 +121,14 @@ class DecentralizedOptimizer(Departures[NeighbourBucket]):
         group: Group = None,
     ) -> None:
         name = type(self).__name__
+        require_group(name, "group", group)
+        buffers = require_buffers(name, buffers)
         self.topology = find_topology(name, topology, group_size(group))
         if clip is not None:
-            require_positive(name, "clip", clip)
+            clip = require_positive(name, "clip", clip)
         if codec is not None and not isinstance(codec, Dense | Int8 | Int4):
-            raise ValueError(
-                f"{name}(codec=...) takes Dense, Int8 or Int4, which keep most of a value and no "
-                f"memory of their own; got {codec!r}"
-            )
+            wants = "Dense(), Int8() or Int4(), which keep most of a value and have no memory"
+            raise refusal(name, "codec", wants, codec)
         self.codec, self.clip = codec, clip
         super().__init__(params, defaults, group=group, name=name)
         for settings in self.param_groups:
@@ -390,12 +397,11 @@ def _trained(parameter: Tensor) -> bool:
 def find_topology(name: str, topology: str | Topology, size: int) -> Topology:
     """The graph that was asked for, if it has as many ranks as the group."""
     if isinstance(topology, str):
-        return topologies.parse(topology, size)
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"{name}(topology=...) takes a name such as 'ring' or a thinwire Topology, got "
-            f"{topology!r}"
-        )
+        try:
+            return topologies.parse(topology, size)
+        except ValueError as error:
+            raise ValueError(f"{name}(topology={topology!r}): {error}") from None
+    require_kind(name, "topology", topology, Topology, "a name such as 'ring' or a Topology")
     if topology.size != size:
         raise ValueError(
             f"{name}(topology=...): {topology.name} has {topology.size} ranks and the group "

@@ -18,7 +18,7 @@ import torch
 
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.buckets import Backward, Bucket
-from thinwire.optim.checks import require_dense_gradient, require_positive
+from thinwire.optim.checks import require_bool, require_dense_gradient, require_positive
 from thinwire.wire.flight import Flight
 
 State = dict[str, Any]
@@ -29,9 +29,10 @@ class Departures(WireOptimizer, Generic[B]):
     """A method calls `_prepare` once it is built, and implements `_launch` and `_make_buckets`."""
 
     def _prepare(self, bucket_mb: float | None, overlap: bool) -> None:
+        name = type(self).__name__
         if bucket_mb is not None:
-            require_positive(type(self).__name__, "bucket_mb", bucket_mb)
-        self.bucket_mb, self.overlap = bucket_mb, overlap
+            bucket_mb = require_positive(name, "bucket_mb", bucket_mb)
+        self.bucket_mb, self.overlap = bucket_mb, require_bool(name, "overlap", overlap)
         self.buckets: list[B] = []
         self._added = 0  # buckets, the last ones, of parameters that were not used at first
         self._place: dict[int, int] = {}  # parameter -> its bucket's position

@@ -72,7 +72,7 @@ class DmSGD(DSGD):
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
-        require_share(name, "momentum", group["momentum"])
+        group["momentum"] = require_share(name, "momentum", group["momentum"])
 
     def _new_moments(self, bucket: NeighbourBucket) -> None:
         bucket.new_moment("momentum_buffer")

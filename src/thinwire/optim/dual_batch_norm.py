@@ -17,6 +17,8 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from thinwire.optim.checks import require_model
+
 SECOND = "second"  # the name under which a BatchNorm holds its second set
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -69,6 +71,12 @@ def dual_batch_norm(model: AnyModule) -> AnyModule:
     Call it before the optimizer is built: the second gains and biases are trained like all others.
     They start as a copy of the first.
     """
+    require_model("dual_batch_norm", "model", model)
+    if isinstance(model, _BatchNorm):
+        raise ValueError(
+            "dual_batch_norm(model=...) changes the BatchNorms inside a model, and was given one "
+            "by itself; put it into an nn.Sequential"
+        )
     made: dict[_BatchNorm, DualBatchNorm] = {}  # one that is used in two places stays one
     for parent in list(model.modules()):
         if isinstance(parent, DualBatchNorm):
@@ -107,15 +115,16 @@ def second_parameters(model: nn.Module) -> list[str]:
 def _refuse(module: nn.Module, name: str) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
-            f"dual_batch_norm: {name} is a SyncBatchNorm, which waits for its peers in every pass; "
-            "a pass beside the step would meet the wrong one: use BatchNorm"
+            f"dual_batch_norm(model=...): {name} is a SyncBatchNorm, which waits for its peers in "
+            "every pass; a pass beside the step would meet the wrong one: use BatchNorm"
         )
     if isinstance(module, _LazyNormBase):
         raise ValueError(
-            f"dual_batch_norm: {name} does not know its size yet; run the model once before"
+            f"dual_batch_norm(model=...): {name} does not know its size yet; run the model once "
+            "before"
         )
     if not isinstance(module, _KINDS):
         raise ValueError(
-            f"dual_batch_norm: {name} is a {type(module).__name__}; it takes "
+            f"dual_batch_norm(model=...): {name} is a {type(module).__name__}; it takes "
             "BatchNorm1d, BatchNorm2d and BatchNorm3d"
         )

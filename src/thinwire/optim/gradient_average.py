@@ -30,6 +30,7 @@ from torch import Tensor
 
 from thinwire.optim.base import WrappingOptimizer
 from thinwire.optim.buckets import Bucket, arrange, version
+from thinwire.optim.checks import refusal, require_codec
 from thinwire.optim.departures import Departures
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.shards import Shards
@@ -66,17 +67,15 @@ class GradientAverage(WrappingOptimizer, Departures[Bucket]):
         overlap: bool | Literal["auto"] = "auto",
         group: Group = None,
     ) -> None:
-        if codec is not None and not isinstance(codec, Codec | Feedback):
-            raise ValueError(f"codec takes a thinwire codec such as Int8(), got {codec!r}")
-        if overlap not in (True, False, "auto"):
-            raise ValueError(
-                f'GradientAverage(overlap=...) takes True, False or "auto", got {overlap!r}'
-            )
+        require_codec("GradientAverage", "codec", codec)
+        auto = isinstance(overlap, str) and overlap == "auto"
+        if not auto and not isinstance(overlap, bool):
+            raise refusal("GradientAverage", "overlap", 'True, False or "auto"', overlap)
         super().__init__(inner, group=group, name="GradientAverage")
         self.codec = codec or Dense(Flat(self._parameters).dtype)
         self._shards = Shards(self._parameters)
         self._own_width = codec is None  # every bucket in the width of its own parameters
-        self._auto = overlap == "auto"
+        self._auto = auto
         self._watched: dict[int, tuple[float, ...]] = {}  # the first step's gradients as they came
         self._begun = False
         self._ahead = False  # the averaged gradients are already in place

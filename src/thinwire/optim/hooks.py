@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.optim.checks import require_count
+from thinwire.optim.checks import require_count, require_kind
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback, OneBit
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Wire
 
 _FutureTensor = torch.futures.Future[Tensor]
+_MODULE = "a torch DistributedDataParallel (without DDP use OneBitAdam or GradientAverage)"
 
 
 class GradientHook:
@@ -39,6 +40,10 @@ class GradientHook:
         dense_steps: int,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        require_kind("GradientHook", "module", module, DistributedDataParallel, _MODULE)
+        require_kind("GradientHook", "codec", codec, Codec, "a codec such as OneBit()")
+        dense_steps = require_count("GradientHook", "dense_steps", dense_steps)
+        _require_scaler("GradientHook", scaler)
         self.wire = Wire(module.process_group, name="gradients")
         self._codec, self._dense_steps, self._scaler = codec, dense_steps, scaler
         self._errors: dict[tuple[int, ...], ErrorFeedback] = {}
@@ -84,17 +89,16 @@ def one_bit(
         scaler: the GradScaler of the loop, if it has one: see [Note: loss scale]. Without it the
             errors are in units of the scale of the step that made them.
     """
-    if not isinstance(module, DistributedDataParallel):
-        raise ValueError(
-            "hooks.one_bit takes a torch DistributedDataParallel, got "
-            f"{type(module).__name__}; without DDP use OneBitAdam or GradientAverage"
-        )
+    require_kind("hooks.one_bit", "module", module, DistributedDataParallel, _MODULE)
     require_count("hooks.one_bit", "dense_steps", dense_steps, least=1)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(
-            f"hooks.one_bit(scaler=...) takes a torch.amp.GradScaler or None, got {scaler!r}"
-        )
+    _require_scaler("hooks.one_bit", scaler)
     return GradientHook(module, OneBit(), dense_steps, scaler)
+
+
+def _require_scaler(name: str, scaler: Any) -> None:
+    if scaler is not None:
+        wants = "the loop's torch.amp.GradScaler, or None"
+        require_kind(name, "scaler", scaler, torch.amp.GradScaler, wants)
 
 
 def _launch(hook: GradientHook, bucket: dist.GradBucket) -> _FutureTensor:

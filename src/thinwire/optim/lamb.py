@@ -17,8 +17,10 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.checks import (
     require_betas,
+    require_bool,
     require_bounds,
     require_nonnegative,
+    require_params,
 )
 from thinwire.optim.tensorwise import TensorwiseOptimizer
 
@@ -56,7 +58,7 @@ class Lamb(TensorwiseOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
-        super().__init__(params, defaults)
+        super().__init__(require_params("Lamb", params), defaults)
         for group in self.param_groups:
             check_lamb_group("Lamb", group)
 
@@ -105,7 +107,8 @@ def coefficients(length: Tensor, step: Tensor, bounds: Bounds, phi: Bounds | Non
 
 def check_lamb_group(name: str, group: dict[str, Any]) -> None:
     require_nonnegative(name, group, "lr", "eps", "weight_decay")
-    require_betas(name, group["betas"])
-    require_bounds(name, "coefficient", group["coefficient"])
+    group["betas"] = require_betas(name, group["betas"])
+    group["bias_correction"] = require_bool(name, "bias_correction", group["bias_correction"])
+    group["coefficient"] = require_bounds(name, "coefficient", group["coefficient"])
     if group["phi"] is not None:
-        require_bounds(name, "phi", group["phi"])
+        group["phi"] = require_bounds(name, "phi", group["phi"])

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.checks import (
     require_nonnegative,
+    require_params,
     require_positive,
     require_share,
 )
@@ -48,11 +49,11 @@ class Lars(TensorwiseOptimizer):
         trust: float = 0.001,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
-        super().__init__(params, defaults)
+        super().__init__(require_params("Lars", params), defaults)
         for group in self.param_groups:
             require_nonnegative("Lars", group, "lr", "weight_decay")
-            require_share("Lars", "momentum", group["momentum"])
-            require_positive("Lars", "trust", group["trust"])
+            group["momentum"] = require_share("Lars", "momentum", group["momentum"])
+            group["trust"] = require_positive("Lars", "trust", group["trust"])
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, decay = self.state[parameter], group["weight_decay"]

@@ -38,6 +38,21 @@ from torch import Tensor
 
 from thinwire.optim.auto_period import AutoPeriod
 from thinwire.optim.base import WrappingOptimizer
+from thinwire.optim.checks import (
+    plain_number,
+    refusal,
+    require_bool,
+    require_buffers,
+    require_codec,
+    require_count_or,
+    require_group,
+    require_inner,
+    require_items,
+    require_kind,
+    require_share,
+    require_tensors,
+    require_weight,
+)
 from thinwire.optim.finite import StepGuard, finite_means
 from thinwire.optim.fragment import Fragment, by_width, partition
 from thinwire.optim.outer import Outer, stability_warning
@@ -92,7 +107,17 @@ class LocalUpdates(WrappingOptimizer):
         group: Group = None,
     ) -> None:
         name = type(self).__name__
+        require_inner(name, inner)
+        require_codec(name, "codec", codec)
+        require_group(name, "group", group)
+        if outer is not None:
+            require_kind(name, "outer", outer, Outer, "an Outer or None")
         outer = outer or Outer()
+        offload = require_bool(name, "offload", offload)
+        buffers = require_buffers(name, buffers)
+        every = require_count_or(name, "every", every, "auto")
+        delay = require_count_or(name, "delay", delay, "round", least=0)
+        fresh, merge = require_weight(name, "fresh", fresh), require_share(name, "merge", merge)
         groups = _groups(inner, fragments, name)
         _check(name, every, delay, fresh, merge, len(groups))
         super().__init__(inner, group=group, name=name)
@@ -299,14 +324,15 @@ def _groups(
     inner: torch.optim.Optimizer, fragments: int | Sequence[Sequence[Tensor]], name: str
 ) -> list[list[Tensor]]:
     parameters = [p for g in inner.param_groups for p in g["params"]]
-    if isinstance(fragments, int):
-        if not 1 <= fragments <= max(1, len(parameters)):
-            raise ValueError(
-                f"{name}: fragments takes 1 to the number of parameter tensors "
-                f"({len(parameters)}), got {fragments}"
-            )
-        return partition(parameters, fragments)
-    given = [list(group) for group in fragments]
+    wants = f"1 to the number of parameter tensors ({len(parameters)}), or groups of them"
+    if (count := plain_number(fragments)) is not None:
+        if not isinstance(count, int) or not 1 <= count <= max(1, len(parameters)):
+            raise refusal(name, "fragments", wants, fragments)
+        return partition(parameters, count)
+    given = [
+        require_tensors(name, "fragments", group, wants)
+        for group in require_items(name, "fragments", fragments, wants)
+    ]
     if sorted(id(p) for group in given for p in group) != sorted(map(id, parameters)):
         raise ValueError(f"{name}: fragments must hold each of the optimizer's parameters once")
     return given
@@ -316,14 +342,6 @@ def _check(
     name: str, every: Every, delay: Delay, fresh: float, merge: float, fragments: int
 ) -> None:
     """Refuses settings that fit no round, before anything is sent."""
-    if every != "auto" and (not isinstance(every, int) or every < 1):
-        raise ValueError(f'{name}: every takes a number of steps >= 1 or "auto", got {every!r}')
-    if not 0 <= fresh <= 1:
-        raise ValueError(f"{name}: fresh takes a number in [0, 1], got {fresh}")
-    if not 0 <= merge < 1:
-        raise ValueError(f"{name}: merge takes a number in [0, 1), got {merge}")
-    if delay != "round" and (not isinstance(delay, int) or delay < 0):
-        raise ValueError(f'{name}: delay takes a number of steps >= 0 or "round", got {delay!r}')
     if isinstance(every, int) and every % fragments:
         raise ValueError(
             f"{name}: every={every} steps do not divide into {fragments} fragments; "

@@ -34,7 +34,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.optim.checks import require_count, require_positive, require_share
+from thinwire.optim.checks import (
+    require_count,
+    require_group,
+    require_kind,
+    require_positive,
+    require_share,
+    require_tensors,
+    require_text,
+)
 from thinwire.optim.flat import local_part
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
@@ -72,11 +80,17 @@ class NoiseScale:
         group: Group = None,
         wire: Wire | None = None,
     ) -> None:
-        require_positive("NoiseScale", "batch", batch)
-        require_share("NoiseScale", "decay", decay)
-        require_count("NoiseScale", "every", every)
-        self.batch, self.unit, self._every = float(batch), unit, every
-        self._parameters = [p for p in params if p.requires_grad]
+        self.batch = float(require_positive("NoiseScale", "batch", batch))
+        decay = require_share("NoiseScale", "decay", decay)
+        self._every = every = require_count("NoiseScale", "every", every)
+        self.unit = require_text("NoiseScale", "unit", unit)
+        require_group("NoiseScale", "group", group)
+        if wire is not None:
+            require_kind("NoiseScale", "wire", wire, Wire, "a Wire or None")
+        tensors = require_tensors(
+            "NoiseScale", "params", params, "tensors, as in model.parameters()"
+        )
+        self._parameters = [p for p in tensors if p.requires_grad]
         if not self._parameters:
             raise ValueError("NoiseScale(params=...) got no parameter that is trained")
         self.wire = wire or Wire(group, name="noise scale")

@@ -53,7 +53,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim.bucketed import BucketedOptimizer
-from thinwire.optim.checks import require_count, require_positive, require_share
+from thinwire.optim.checks import (
+    require_bool,
+    require_codec,
+    require_count,
+    require_group,
+    require_positive,
+    require_share,
+)
 from thinwire.optim.departures import State
 from thinwire.optim.flat import local_part
 from thinwire.optim.freeze import FreezeRule
@@ -92,15 +99,14 @@ class OneBitOptimizer(BucketedOptimizer):
     ) -> None:
         name = type(self).__name__
         if freeze_at is not None:
-            require_count(name, "freeze_at", freeze_at)
-        require_share(name, "floor", floor)
+            freeze_at = require_count(name, "freeze_at", freeze_at)
+        floor = require_share(name, "floor", floor)
         if clip is not None:
-            require_positive(name, "clip", clip)
-        if dense is not None and not isinstance(dense, Codec):
-            raise ValueError(
-                f"{name}(dense=...) takes a codec without memory, such as Dense(torch.bfloat16), "
-                f"got {dense!r}"
-            )
+            clip = require_positive(name, "clip", clip)
+        require_codec(name, "dense", dense, memory=False, why="the warm-up's errors end with it")
+        require_group(name, "inside", inside)
+        shard_state = require_bool(name, "shard_state", shard_state)
+        late = require_bool(name, "late", late)
         if shard_state:
             self._check_sharding(name, dense, inside, late)
         super().__init__(params, defaults, bucket_mb=bucket_mb, overlap=overlap, group=group)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.optim.checks import require_bool
 from thinwire.optim.departures import State
 from thinwire.optim.moment_bucket import MomentBucket
 from thinwire.optim.one_bit import OneBitOptimizer
@@ -93,7 +94,8 @@ class OneBitAdam(OneBitOptimizer):
         forget: bool = True,
         **stages: Unpack[StageSettings],
     ) -> None:
-        self.whiten, self.forget = whiten, forget
+        self.whiten = require_bool("OneBitAdam", "whiten", whiten)
+        self.forget = require_bool("OneBitAdam", "forget", forget)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction}, **stages)
         # By the group's b2, each group with its own: a scheduler may change some of them.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.optim.checks import require_bounds, require_share
+from thinwire.optim.checks import require_bool, require_bounds, require_share
 from thinwire.optim.flat import local_part
 from thinwire.optim.lamb import Bounds, coefficients
 from thinwire.optim.moment_bucket import MomentBucket
@@ -76,20 +76,20 @@ class OneBitLamb(OneBitOptimizer):
         debias: bool = True,
         **stages: Unpack[StageSettings],
     ) -> None:
-        require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
-        require_bounds("OneBitLamb", "factor", factor)
-        require_share("OneBitLamb", "factor_threshold", factor_threshold)
+        coefficient_beta = require_share("OneBitLamb", "coefficient_beta", coefficient_beta)
+        factor = require_bounds("OneBitLamb", "factor", factor)
+        factor_threshold = require_share("OneBitLamb", "factor_threshold", factor_threshold)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "coefficient": coefficient, "phi": phi}
         self._b3, self._bounds, self._threshold = coefficient_beta, factor, factor_threshold
-        self.debias = debias
+        self.debias = require_bool("OneBitLamb", "debias", debias)
         super().__init__(params, defaults, **stages)
 
     def _check_group(self, name: str, group: dict[str, Any]) -> None:
         super()._check_group(name, group)
-        require_bounds(name, "coefficient", group["coefficient"])
+        group["coefficient"] = require_bounds(name, "coefficient", group["coefficient"])
         if group["phi"] is not None:
-            require_bounds(name, "phi", group["phi"])
+            group["phi"] = require_bounds(name, "phi", group["phi"])
 
     # -- warm-up ----------------------------------------------------------------------------------
 

@@ -21,6 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.optim.checks import (
+    plain_number,
+    refusal,
+    require_bool,
+    require_choice,
+    require_positive,
+    require_share,
+)
 from thinwire.optim.shards import Shards
 
 _LARGEST_GAP = 8.0
@@ -52,20 +60,28 @@ class Outer:
     schedule lowers the rate, old momentum shrinks with it. Each parameter group has its own."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"outer_lr takes a number > 0, got {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"outer_momentum takes a number in [0, 1), got {self.momentum}")
-        if self.penalty != "gap" and not (
-            isinstance(self.penalty, int | float) and self.penalty >= 1
-        ):
-            raise ValueError(f'penalty takes a number >= 1 or "gap", got {self.penalty!r}')
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip takes a number > 0 or None, got {self.clip}")
-        if self.clip_by not in ("norm", "value"):
-            raise ValueError(f'clip_by takes "norm" or "value", got {self.clip_by!r}')
+        checked: dict[str, Any] = {
+            "lr": require_positive("Outer", "lr", self.lr),
+            "momentum": require_share("Outer", "momentum", self.momentum),
+            "nesterov": require_bool("Outer", "nesterov", self.nesterov),
+            "penalty": require_penalty("Outer", self.penalty),
+            "clip": None if self.clip is None else require_positive("Outer", "clip", self.clip),
+            "clip_by": require_choice("Outer", "clip_by", self.clip_by, ("norm", "value")),
+            "follow_lr": require_bool("Outer", "follow_lr", self.follow_lr),
+        }
+        for key, value in checked.items():
+            object.__setattr__(self, key, value)
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs an outer_momentum > 0")
+            raise ValueError("Outer(nesterov=True) needs a momentum (outer_momentum) > 0")
+
+
+def require_penalty(name: str, penalty: Any) -> float | Literal["gap"]:
+    if isinstance(penalty, str) and penalty == "gap":
+        return "gap"
+    number = plain_number(penalty)
+    if number is None or number < 1:
+        raise refusal(name, "penalty", 'a number >= 1 or "gap"', penalty)
+    return number
 
 
 class OuterState:

@@ -20,13 +20,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.optim.checks import require_choice, require_group, require_positive, require_share
 from thinwire.optim.local_updates import Every, LocalUpdates
-from thinwire.optim.outer import Outer
+from thinwire.optim.outer import Outer, require_penalty
 from thinwire.wire.codecs import Codec, ErrorFeedback, Feedback, Int4, TopK
 from thinwire.wire.wire import group_size
 
 Inner = torch.optim.Optimizer
 Penalty = float | Literal["gap"]
+
+
+def _outer(
+    name: str, lr: float, momentum: float = 0.0, *, nesterov: bool = False, **more: Any
+) -> Outer:
+    """Checked under the names that presets give them; no Nesterov without a momentum."""
+    lr = require_positive(name, "outer_lr", lr)
+    momentum = require_share(name, "outer_momentum", momentum)
+    return Outer(lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, **more)
 
 
 class LocalSGD(LocalUpdates):
@@ -48,7 +58,7 @@ class SlowMo(LocalUpdates):
         outer_momentum: float = 0.5,
         **shared: Any,
     ) -> None:
-        outer = Outer(lr=outer_lr, momentum=outer_momentum, follow_lr=True)
+        outer = _outer("SlowMo", outer_lr, outer_momentum, follow_lr=True)
         super().__init__(inner, every=every, outer=outer, **shared)
 
 
@@ -64,7 +74,7 @@ class DiLoCo(LocalUpdates):
         outer_momentum: float = 0.9,
         **shared: Any,
     ) -> None:
-        outer = Outer(lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+        outer = _outer("DiLoCo", outer_lr, outer_momentum, nesterov=True)
         super().__init__(inner, every=every, outer=outer, **shared)
 
 
@@ -90,8 +100,8 @@ class StreamingDiLoCo(LocalUpdates):
             fragments=fragments,
             delay=delay,
             merge=merge,
-            outer=Outer(lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
-            codec=codec or Int4(),
+            outer=_outer("StreamingDiLoCo", outer_lr, outer_momentum, nesterov=True),
+            codec=Int4() if codec is None else codec,
             **shared,
         )
 
@@ -111,8 +121,8 @@ class SparseLoCo(LocalUpdates):
         super().__init__(
             inner,
             every=every,
-            outer=Outer(lr=outer_lr),
-            codec=codec or ErrorFeedback(TopK(), decay=0.95),
+            outer=_outer("SparseLoCo", outer_lr),
+            codec=ErrorFeedback(TopK(), decay=0.95) if codec is None else codec,
             **shared,
         )
 
@@ -132,9 +142,11 @@ class CO2(LocalUpdates):
         clip_by: Literal["norm", "value"] = "norm",
         **shared: Any,
     ) -> None:
-        outer = Outer(
-            lr=outer_lr, momentum=outer_momentum, penalty=penalty, clip=clip, clip_by=clip_by
-        )
+        require_penalty("CO2", penalty)
+        if clip is not None:
+            require_positive("CO2", "clip", clip)
+        require_choice("CO2", "clip_by", clip_by, ("norm", "value"))
+        outer = _outer("CO2", outer_lr, outer_momentum, penalty=penalty, clip=clip, clip_by=clip_by)
         super().__init__(inner, every=every, delay="round", outer=outer, **shared)
 
 
@@ -150,12 +162,13 @@ class Eager(LocalUpdates):
         outer_momentum: float = 0.9,
         **shared: Any,
     ) -> None:
+        require_group("Eager", "group", shared.get("group"))
         super().__init__(
             inner,
             every=every,
             delay="round",
             fresh=1 / group_size(shared.get("group")),
-            outer=Outer(lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0),
+            outer=_outer("Eager", outer_lr, outer_momentum, nesterov=True),
             **shared,
         )
 
@@ -172,5 +185,5 @@ class Overlapped(LocalUpdates):
         outer_momentum: float = 0.5,
         **shared: Any,
     ) -> None:
-        outer = Outer(lr=outer_lr, momentum=outer_momentum)
+        outer = _outer("Overlapped", outer_lr, outer_momentum)
         super().__init__(inner, every=every, delay="round", fresh=1.0, outer=outer, **shared)

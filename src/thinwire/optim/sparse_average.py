@@ -40,11 +40,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from thinwire.checks import pair_of_numbers
 from thinwire.errors import ThinwireError
 from thinwire.optim.base import WrappingOptimizer
-from thinwire.optim.checks import require_count
+from thinwire.optim.checks import (
+    refusal,
+    require_buffers,
+    require_choice,
+    require_codec,
+    require_count,
+    require_part,
+    require_whole,
+)
 from thinwire.optim.consensus import mean_of_replicas
-from thinwire.optim.drift import END, START, DriftEstimate, ema_weight, scaled_end
+from thinwire.optim.drift import START, DriftEstimate, ema_weight, scaled_end
 from thinwire.optim.finite import StepGuard, broken_ranks, finite_means, give_up, largest_of
 from thinwire.optim.flat import Flat, local_part
 from thinwire.optim.partition import MOST_PARTS, Partition, parts_of
@@ -52,7 +61,7 @@ from thinwire.optim.shards import Shards
 from thinwire.optim.sparse_round import Round, take_up
 from thinwire.optim.travelling_buffers import TravellingBuffers
 from thinwire.wire.agreement import require_same
-from thinwire.wire.codecs import Codec, Dense, ErrorFeedback
+from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.flight import Flight, all_finite
 from thinwire.wire.wire import Group
 
@@ -104,7 +113,18 @@ class SparseAverage(WrappingOptimizer):
         group: Group = None,
     ) -> None:
         name = type(self).__name__
-        _check(name, fraction, delay, correction, every, landing, steps, ema, codec, seed)
+        fraction = require_part(name, "fraction", fraction)
+        delay = require_count(name, "delay", delay, least=0)
+        every = require_count(name, "every", every)
+        steps = None if steps is None else require_count(name, "steps", steps)
+        seed = require_whole(name, "seed", seed)
+        require_choice(name, "correction", correction, get_args(Correction))
+        require_choice(name, "landing", landing, get_args(Landing))
+        why = "each round sends other weights"
+        require_codec(name, "codec", codec, memory=False, why=why)
+        ema = None if ema is None else _checked_ema(name, ema)
+        buffers = require_buffers(name, buffers)
+        _check(name, fraction, delay, correction, every)
         super().__init__(inner, group=group, name=name)
         self.fraction, self.delay, self.every = fraction, delay, every
         self.correction, self.landing = correction, landing
@@ -337,42 +357,19 @@ class SparseAverage(WrappingOptimizer):
         self._checked = True
 
 
-def _check(
-    name: str,
-    fraction: float,
-    delay: int,
-    correction: str,
-    every: int,
-    landing: str,
-    steps: int | None,
-    ema: tuple[float, float] | None,
-    codec: Any,
-    seed: int,
-) -> None:
-    """Refuses bad settings before anything is sent."""
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction <= 1:
-        raise ValueError(f"{name}(fraction=...) takes a number in (0, 1], got {fraction!r}")
+def _checked_ema(name: str, ema: object) -> tuple[float, float]:
+    pair = pair_of_numbers(ema)
+    if pair is None or not all(0 < weight <= 1 for weight in pair):
+        raise refusal(name, "ema", "two numbers in (0, 1], at the start and at the end", ema)
+    return pair
+
+
+def _check(name: str, fraction: float, delay: int, correction: str, every: int) -> None:
+    """Refuses settings that do not go together, before anything is sent."""
     if parts_of(fraction) > MOST_PARTS:
         raise ValueError(
             f"{name}(fraction={fraction!r}): a cycle would take {parts_of(fraction)} rounds, and "
             f"{MOST_PARTS} is the most; raise the fraction, or `every`"
-        )
-    require_count(name, "delay", delay, least=0)
-    require_count(name, "every", every)
-    for key, value, choices in (
-        ("correction", correction, get_args(Correction)),
-        ("landing", landing, get_args(Landing)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}({key}=...) takes one of {', '.join(choices)}, got {value!r}")
-    if steps is not None:
-        require_count(name, "steps", steps)
-    given = (START, END) if ema is None else ema
-    two = isinstance(given, tuple | list) and len(given) == 2
-    if not two or not all(isinstance(v, int | float) and 0 < v <= 1 for v in given):
-        raise ValueError(
-            f"{name}(ema=...) takes two numbers in (0, 1], at the start and at the end, got {ema!r}"
         )
     cycle = every * parts_of(fraction)
     if correction == "delta" and delay > cycle:
@@ -382,12 +379,3 @@ def _check(
             'corrected twice: they drift apart. Use correction="ema", or a shorter delay',
             stacklevel=3,
         )
-    if isinstance(codec, ErrorFeedback):
-        raise ValueError(
-            f"{name}(codec=...) takes no error feedback: it adds to a payload what the one before "
-            f"has lost, and each round sends other weights; use {codec.codec!r}"
-        )
-    if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(f"{name}(codec=...) takes a codec such as Int8(), got {codec!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"{name}(seed=...) takes a whole number, got {seed!r}")

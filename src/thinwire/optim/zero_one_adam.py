@@ -88,11 +88,11 @@ class ZeroOneAdam(OneBitOptimizer):
                     f"ZeroOneAdam({name}=...): its replicas take steps of their own, for which "
                     "each needs all of m and v and its own gradients; use OneBitAdam for that"
                 )
-        require_count("ZeroOneAdam", "double_after", double_after)
-        require_count("ZeroOneAdam", "local_double_after", local_double_after)
-        require_count("ZeroOneAdam", "longest", longest)
-        self.double_after, self.longest = double_after, longest
-        self.local_double_after = local_double_after
+        self.double_after = require_count("ZeroOneAdam", "double_after", double_after)
+        self.longest = require_count("ZeroOneAdam", "longest", longest)
+        self.local_double_after = require_count(
+            "ZeroOneAdam", "local_double_after", local_double_after
+        )
         self.refreshes, self.exchanges = 0, 0
         self._seen: set[int] = set()  # parameters with a gradient here since the last exchange
         self._before: dict[int, tuple[Tensor, ...]] = {}  # the others as they were then

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.checks import require_callable, require_count, require_kind, require_seconds
 from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet
-from thinwire.pipeline.crossing import end_of
 from thinwire.pipeline.rehearsal import Rehearsal
-from thinwire.pipeline.schedule import Backward, Forward, Name, Schedule
-from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
+from thinwire.pipeline.schedule import Backward, Forward, Name
+from thinwire.pipeline.settings import Settings, require_stage
+from thinwire.pipeline.stage import Loss
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same
-from thinwire.wire.codecs import Codec, ErrorFeedback, Threshold
+from thinwire.wire.checks import require_group
+from thinwire.wire.codecs import Codec, Threshold
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
 
@@ -45,6 +47,11 @@ class Record:
     a device until it is read."""
     norm: Any
     """The norm of the stage's gradient before clipping, or what `update=` returned."""
+
+    def __post_init__(self) -> None:
+        require_count("Record", "update", self.update, least=0)
+        if self.loss is not None:
+            require_kind("Record", "loss", self.loss, Tensor, "a tensor or None")
 
 
 class AsyncPipeline:
@@ -98,37 +105,43 @@ class AsyncPipeline:
         update: Callable[[], Any] | None = None,
         timeout: float | None = None,
     ) -> None:
-        _require_stateless(codec=codec, gradient_codec=gradient_codec)
+        own = Settings(
+            "AsyncPipeline",
+            loss=loss,
+            schedule=schedule,
+            stash=stash,
+            recompute=recompute,
+            look_ahead=look_ahead,
+            accumulate=accumulate,
+            lead=lead,
+            codec=codec,
+            gradient_codec=gradient_codec,
+            clip=clip,
+            autocast=autocast,
+        )
+        require_stage("AsyncPipeline", module, optimizer, trains=update is None)
+        if update is not None:
+            require_callable("AsyncPipeline", "update", update, "update()")
+        if timeout is not None:
+            timeout = require_seconds("AsyncPipeline", "timeout", timeout)
+        require_group("AsyncPipeline", "group", group)
         self.module, self.optimizer = module, optimizer
         self.account = Account()
         """Bytes sent, seconds exposed and hidden, of activations and gradients."""
-        step = update or ClippedStep(module, optimizer, clip, self.account)
+        step = update or own.step(module, optimizer, self.account)
         self._activations = Wire(group, name="activations", account=self.account, timeout=timeout)
         self._gradients = Wire(group, name="gradients", account=self.account, timeout=timeout)
         self._meeting = Wire(group, name="pipeline", timeout=timeout)  # no part of what it costs
         self.stage, self.stages = self._meeting.rank, self._meeting.size
-        self.schedule = Schedule(schedule, self.stage, self.stages, accumulate, lead)
-        self._codec, self._gradient_codec = codec, gradient_codec
-        self._ends = [end_of(codec, gradient_codec) for _ in range(2)]  # before and after this one
-        last = self.stage == self.stages - 1
-        self.runner = StageRunner(
-            module,
-            self.schedule,
-            step,
-            loss=loss if last else None,
-            stash=stash,
-            recompute=recompute,
-            look_ahead=look_ahead,
-            autocast=autocast,
-        )
+        self._ends = own.ends()  # before and after this one
+        self.runner = own.runner(module, step, self.stage, self.stages)
+        self.schedule = self.runner.schedule
         self.updates = 0
         """Updates made so far, the same on all stages between two calls."""
         self._rehearsal = Rehearsal(self._meeting, self.runner)
         self._first = self._wanted = 0  # of the train() that runs: updates before it, and asked for
         self._undrained = False
-        self._require_same_settings(
-            stash=stash, recompute=recompute, look_ahead=look_ahead, autocast=str(autocast)
-        )
+        require_same(self._meeting, own.common())
 
     @property
     def first(self) -> bool:
@@ -155,8 +168,7 @@ class AsyncPipeline:
         called with the number of each update that is about to be made: set learning rates there.
         """
         self._require_drained()
-        if updates < 0:
-            raise ValueError(f"train takes updates >= 0, got {updates!r}")
+        updates = require_count("train", "updates", updates, least=0)
         return self._train(iter(batches), updates, before)
 
     def _train(
@@ -320,20 +332,6 @@ class AsyncPipeline:
                 "no longer match; let it run to its end, or make the pipeline again"
             )
 
-    def _require_same_settings(self, **settings: Any) -> None:
-        schedule = self.schedule
-        require_same(
-            self._meeting,
-            {
-                **settings,
-                "schedule": schedule.name,
-                "accumulate": schedule.accumulate,
-                "lead": schedule.lead,
-                "codec": repr(self._codec),
-                "gradient_codec": repr(self._gradient_codec),
-            },
-        )
-
     def close(self) -> None:
         """Leaves the groups; nothing may be in flight."""
         for wire in (self._activations, self._gradients, self._meeting):
@@ -365,18 +363,3 @@ def _next(batches: Iterator[Batch], micro: int, total: int) -> Batch:
             f"batches ended after {micro} micro-batches, and train() was asked for updates that "
             f"take {total}"
         ) from None
-
-
-def _require_stateless(**codecs: Codec | Threshold | None) -> None:
-    for name, codec in codecs.items():
-        if isinstance(codec, ErrorFeedback):
-            raise ValueError(
-                f"{name} takes a codec without memory: errors of one micro-batch's activations say "
-                f"nothing of the next one's; give {codec.codec!r}"
-            )
-        if isinstance(codec, Threshold) and codec.momentum:
-            raise ValueError(
-                f"{name}={codec!r}: momentum correction is for gradients of weights; leave it out"
-            )
-        if codec is not None and not isinstance(codec, Codec | Threshold):
-            raise ValueError(f"{name} takes a thinwire codec such as Int8(), got {codec!r}")

@@ -4,11 +4,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.checks import (
+    refusal,
+    require_at_least,
+    require_count,
+    require_items,
+    require_kind,
+)
+from thinwire.wire.checks import require_group
 from thinwire.wire.wire import Group, Wire
+
+_PARTS = "parts, (name, module) in order"
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,13 @@ class Cost:
     """Bytes that the forward keeps for the backward."""
     input: int
     """Bytes of what goes in: what a stage that begins here receives."""
+
+    def __post_init__(self) -> None:
+        seconds = require_at_least("Cost", "seconds", self.seconds, 0)
+        object.__setattr__(self, "seconds", seconds)
+        for key in ("weights", "activations", "input"):
+            count = require_count("Cost", key, getattr(self, key), least=0)
+            object.__setattr__(self, key, count)
 
     def __add__(self, after: "Cost") -> "Cost":
         return Cost(
@@ -46,14 +64,27 @@ def measure(
     `group` (all by default) must call this. Gradients that the parts held are cleared; random state
     and buffers are left alone.
     """
+    rows = require_items("measure", "parts", parts, _PARTS)
+    if not rows:
+        raise refusal("measure", "parts", _PARTS, parts)
+    require_kind("measure", "sample", sample, Tensor, "a tensor that goes into the first part")
+    repeats = require_count("measure", "repeats", repeats)
+    require_group("measure", "group", group)
     costs, x = [], sample
-    for name, module in parts:
+    for name, module in map(_checked_part, rows):
         out, cost = _measure_part(module, x, repeats)
         if not isinstance(out, Tensor):
             raise ValueError(f"part {name!r} must give one tensor, it gave {type(out).__name__}")
         costs.append(cost)
         x = out.detach()
     return _agreed(costs, group)
+
+
+def _checked_part(part: Any) -> tuple[str, nn.Module]:
+    two = isinstance(part, tuple | list) and len(part) == 2
+    if not two or not isinstance(part[0], str) or not isinstance(part[1], nn.Module):
+        raise refusal("measure", "parts", _PARTS, part)
+    return part[0], part[1]
 
 
 def _measure_part(module: nn.Module, x: Tensor, repeats: int) -> tuple[object, Cost]:

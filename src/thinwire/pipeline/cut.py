@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.checks import require_bool, require_count, require_part
 from thinwire.errors import BadPayload
 from thinwire.pipeline.crossing import Sieve
 from thinwire.wire.account import Account
-from thinwire.wire.codecs.sparse import SparseRow, check_sparse, sparse_row
+from thinwire.wire.checks import require_group
+from thinwire.wire.codecs.sparse import SparseRow, require_bits, sparse_row
 from thinwire.wire.wire import Group, Wire
 
 
@@ -48,13 +50,15 @@ class Cut(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        check_sparse("Cut", density=density, refresh=refresh, value_bits=value_bits)
-        check_sparse("Cut", gradient_density=gradient_density)
-        self.density, self.refresh, self.value_bits = density, refresh, value_bits
-        self.gradient_density, self.average = gradient_density, average
+        self.density = require_part("Cut", "density", density)
+        self.refresh = require_count("Cut", "refresh", refresh)
+        self.value_bits = require_bits("Cut", value_bits)
+        self.gradient_density = require_part("Cut", "gradient_density", gradient_density)
+        self.average = require_bool("Cut", "average", average)
+        require_group("Cut", "group", group)
         self.wire = Wire(group, name="cut")
         # of activations and of gradients, towards each rank
-        self._sieves = [[Sieve(refresh) for _ in range(self.wire.size)] for _ in range(2)]
+        self._sieves = [[Sieve(self.refresh) for _ in range(self.wire.size)] for _ in range(2)]
 
     @property
     def account(self) -> Account:

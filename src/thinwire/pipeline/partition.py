@@ -22,9 +22,20 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from thinwire.checks import (
+    require_at_least,
+    require_bool,
+    require_choice,
+    require_count,
+    require_items,
+    require_kind,
+    require_positive,
+    shown,
+)
 from thinwire.pipeline.cost import Cost
-from thinwire.pipeline.schedule import Name, Schedule
+from thinwire.pipeline.schedule import NAMES, Name, Schedule
 
+_MODEL = "an nn.Sequential, a model with parts(), or modules or (name, module) in order"
 Part = tuple[str, nn.Module]
 
 
@@ -48,6 +59,7 @@ class Stage(nn.Module):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__()
+        parts = _checked_parts("Stage", "parts", parts)
         self.names = [name for name, _ in parts]
         for name, module in parts:
             *path, last = name.split(".")
@@ -88,19 +100,20 @@ def split(
         memory: most bytes a stage may need, by the formula above; with `costs` only.
         schedule, accumulate: how the stages will be run, for that formula.
     """
-    parts = parts_of(model)
-    if not 1 <= stages <= len(parts):
-        raise ValueError(
-            f"{stages} stages were asked for, but the model has {len(parts)} parts that can be "
-            f"told apart; take 1 to {len(parts)} stages"
-        )
+    parts = _parts_of("split", model)
+    stages = _checked_stages(
+        "split", stages, len(parts), "the model has {} parts that can be told apart"
+    )
+    _check_plan("split", memory, schedule, accumulate)
+    if at is None and memory is not None and costs is None:
+        raise ValueError(f"split(memory={memory!r}) takes costs=... too, by which it is reckoned")
     if at is not None:
         if costs is not None or memory is not None:
             raise ValueError("split takes cuts by hand (at=...) or by cost (costs=...), not both")
         cuts = _checked_cuts(at, stages, len(parts))
     else:
         cuts = balance(
-            _by_size(parts) if costs is None else costs,
+            _by_size(parts) if costs is None else _checked_costs("split", costs, len(parts)),
             stages,
             memory=memory,
             schedule=schedule,
@@ -114,19 +127,37 @@ def split(
 
 def parts_of(model: Parts) -> list[Part]:
     """A model as (name, module) in order."""
+    return _parts_of("parts_of", model)
+
+
+def _parts_of(caller: str, model: Any) -> list[Part]:
     if isinstance(model, nn.Sequential):
-        return list(model.named_children())
-    if isinstance(model, nn.Module | HasParts):
-        if not isinstance(model, HasParts):
+        return _checked_parts(caller, "model", list(model.named_children()))
+    if isinstance(model, HasParts) and not isinstance(model, type):
+        return _checked_parts(caller, "model", model.parts())
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        raise ValueError(
+            f"{caller}(model=...): {type(model).__name__} cannot be split: it is no nn.Sequential "
+            "and has no parts() that lists its (name, module) in order"
+        )
+    rows = list(model) if isinstance(model, nn.ModuleList) else model
+    entries = require_items(caller, "model", rows, _MODEL)
+    named = [e if isinstance(e, tuple) else (str(index), e) for index, e in enumerate(entries)]
+    return _checked_parts(caller, "model", named)
+
+
+def _checked_parts(caller: str, key: str, parts: Any) -> list[Part]:
+    entries = require_items(caller, key, parts, "parts, (name, module) in order")
+    for index, entry in enumerate(entries):
+        two = isinstance(entry, tuple | list) and len(entry) == 2
+        if not two or not isinstance(entry[0], str) or not isinstance(entry[1], nn.Module):
             raise ValueError(
-                f"{type(model).__name__} cannot be split: it is no nn.Sequential and has no "
-                "parts() that lists its (name, module) in order"
+                f"{caller}({key}=...) takes parts, (name, module) in order, but entry {index} is "
+                f"{shown(entry)}"
             )
-        return list(model.parts())
-    return [
-        entry if isinstance(entry, tuple) else (str(index), entry)
-        for index, entry in enumerate(model)
-    ]
+    if not entries:
+        raise ValueError(f"{caller}({key}=...) takes parts, (name, module) in order, got none")
+    return [(name, module) for name, module in entries]
 
 
 def balance(
@@ -138,6 +169,9 @@ def balance(
     accumulate: int = 1,
 ) -> list[int]:
     """The first part of every stage but the first, such that the slowest stage is fastest."""
+    costs = _checked_costs("balance", costs)
+    stages = _checked_stages("balance", stages, len(costs), "there are {} costs")
+    _check_plan("balance", memory, schedule, accumulate)
     count, limit = len(costs), memory if memory is not None else math.inf
     plans = [Schedule(schedule, s, stages, accumulate) for s in range(stages)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
@@ -169,6 +203,14 @@ def stage_memory(
     look_ahead: float = 0.0,
 ) -> float:
     """M_s, in bytes: weights, gradients, two moments, versions, and the graphs that are held."""
+    name = "stage_memory"
+    require_kind(name, "schedule", schedule, Schedule, "the Schedule of a stage")
+    require_kind(name, "cost", cost, Cost, "a Cost, as measure() finds it")
+    stash, recompute = (
+        require_bool(name, "stash", stash),
+        require_bool(name, "recompute", recompute),
+    )
+    look_ahead = require_at_least(name, "look_ahead", look_ahead, 0)
     copies = schedule.copies if stash else 0
     copies += 1 if copies and look_ahead else 0
     again = (recompute or not stash) and schedule.warmup > 0
@@ -195,13 +237,44 @@ def _by_size(parts: Sequence[Part]) -> list[Cost]:
 
 
 def _checked_cuts(at: Sequence[int], stages: int, count: int) -> list[int]:
-    cuts = list(at)
+    given = require_items("split", "at", at, "the first part of each further stage, or None")
+    cuts = [require_count("split", "at", cut, least=0) for cut in given]
     if len(cuts) != stages - 1 or cuts != sorted(set(cuts)) or not all(0 < c < count for c in cuts):
         raise ValueError(
-            f"at takes the first part of stages 1..{stages - 1}: {stages - 1} rising numbers of "
-            f"1..{count - 1}, got {cuts}"
+            f"split(at=...) takes the first part of stages 1..{stages - 1}: {stages - 1} rising "
+            f"numbers of 1..{count - 1}, got {cuts}"
         )
     return cuts
+
+
+def _checked_stages(caller: str, stages: Any, most: int, found: str) -> int:
+    count = require_count(caller, "stages", stages)
+    if count > most:
+        raise ValueError(
+            f"{caller}(stages={count}): {count} stages were asked for, but {found.format(most)}; "
+            f"take 1 to {most} stages"
+        )
+    return count
+
+
+def _checked_costs(caller: str, costs: Any, parts: int | None = None) -> list[Cost]:
+    wants = "a list of Cost, one for each part, as measure() gives it"
+    entries = require_items(caller, "costs", costs, wants)
+    for entry in entries:
+        require_kind(caller, "costs", entry, Cost, wants)
+    if not entries or len(entries) != (parts or len(entries)):
+        raise ValueError(
+            f"{caller}(costs=...) takes {wants}, got {len(entries)}"
+            + (f" for {parts} parts" if parts else "")
+        )
+    return entries
+
+
+def _check_plan(caller: str, memory: Any, schedule: Any, accumulate: Any) -> None:
+    if memory is not None:
+        require_positive(caller, "memory", memory)
+    require_choice(caller, "schedule", schedule, NAMES)
+    require_count(caller, "accumulate", accumulate)
 
 
 def _require_untied(groups: Sequence[Sequence[Part]]) -> None:

@@ -30,6 +30,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
+from thinwire.checks import (
+    require_at_least,
+    require_choice,
+    require_count,
+    require_positive,
+)
+
 Name = Literal["1f1b", "2bw", "flush"]
 NAMES: tuple[str, ...] = get_args(Name)
 
@@ -64,14 +71,16 @@ class Schedule:
     """Micro-batches in flight per hop beyond the one that is computed."""
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"schedule takes one of {', '.join(NAMES)}, got {self.name!r}")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate takes micro-batches >= 1, got {self.accumulate!r}")
-        if self.lead < 0:
-            raise ValueError(f"lead takes micro-batches >= 0, got {self.lead!r}")
-        if not 0 <= self.stage < self.stages:
-            raise ValueError(f"stage takes 0..{self.stages - 1}, got {self.stage!r}")
+        require_choice("Schedule", "name", self.name, NAMES)
+        stages = require_count("Schedule", "stages", self.stages)
+        counts = {
+            "stages": stages,
+            "stage": require_count("Schedule", "stage", self.stage, least=0, most=stages - 1),
+            "accumulate": require_count("Schedule", "accumulate", self.accumulate),
+            "lead": require_count("Schedule", "lead", self.lead, least=0),
+        }
+        for key, value in counts.items():
+            object.__setattr__(self, key, value)
         least = max(self.stages, self._warmup(0))
         if self.name == "2bw" and self.accumulate < least:
             raise ValueError(
@@ -160,6 +169,11 @@ class Schedule:
 def lead_for(compute: float, transfer: float) -> int:
     """The least lead that hides transfers of `transfer` seconds, one way with their latency, behind
     `compute` seconds per micro-batch of the slowest stage."""
-    if compute <= 0 or transfer < 0:
-        raise ValueError(f"lead_for takes compute > 0 and transfer >= 0, got {compute}, {transfer}")
-    return math.ceil(2 * transfer / compute)
+    compute = require_positive("lead_for", "compute", compute)
+    transfer = require_at_least("lead_for", "transfer", transfer, 0)
+    lead = 2 * transfer / compute
+    if not math.isfinite(lead):
+        raise ValueError(
+            f"lead_for(compute={compute!r}, transfer={transfer!r}): no lead hides such a transfer"
+        )
+    return math.ceil(lead)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.checks import require_items
 from thinwire.pipeline.async_pipeline import Batch, Record
-from thinwire.pipeline.crossing import End, end_of
-from thinwire.pipeline.schedule import Action, Backward, Forward, Name, Schedule, Update
-from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner
+from thinwire.pipeline.crossing import End
+from thinwire.pipeline.schedule import Action, Backward, Forward, Name, Update
+from thinwire.pipeline.settings import Settings, require_stage
+from thinwire.pipeline.stage import Loss, StageRunner
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Threshold
 
@@ -43,26 +45,31 @@ class SimulatedPipeline:
         clip: float = 1.0,
         autocast: torch.dtype | None = None,
     ) -> None:
-        if len(modules) != len(optimizers):
-            raise ValueError(f"{len(modules)} stages with {len(optimizers)} optimizers")
-        self.modules, self.optimizers = list(modules), list(optimizers)
+        own = Settings(
+            "SimulatedPipeline",
+            loss=loss,
+            schedule=schedule,
+            stash=stash,
+            recompute=recompute,
+            look_ahead=look_ahead,
+            accumulate=accumulate,
+            lead=lead,
+            codec=codec,
+            gradient_codec=gradient_codec,
+            clip=clip,
+            autocast=autocast,
+        )
+        self.modules, self.optimizers = _checked_stages(modules, optimizers)
         self.account = Account()
-        # of every stage towards the one before it and the one after it
-        self._ends = [[end_of(codec, gradient_codec) for _ in range(2)] for _ in modules]
+        self._ends = [own.ends() for _ in self.modules]
         self.updates = 0
-        count = len(modules)
+        steps = [
+            own.step(module, optimizer, self.account)
+            for module, optimizer in zip(self.modules, self.optimizers, strict=True)
+        ]
         self.runners = [
-            StageRunner(
-                module,
-                Schedule(schedule, stage, count, accumulate, lead),
-                ClippedStep(module, optimizer, clip, self.account),
-                loss=loss if stage == count - 1 else None,
-                stash=stash,
-                recompute=recompute,
-                look_ahead=look_ahead,
-                autocast=autocast,
-            )
-            for stage, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True))
+            own.runner(module, step, stage, len(steps))
+            for stage, (module, step) in enumerate(zip(self.modules, steps, strict=True))
         ]
 
     def train(
@@ -112,6 +119,23 @@ class SimulatedPipeline:
         for module, was in zip(self.modules, training, strict=True):
             module.train(was)
         return total / count
+
+
+def _checked_stages(
+    modules: Any, optimizers: Any
+) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    name = "SimulatedPipeline"
+    parts = list(modules) if isinstance(modules, nn.ModuleList | nn.Sequential) else modules
+    parts = require_items(name, "modules", parts, "a list of models, one for each stage")
+    steppers = require_items(name, "optimizers", optimizers, "a list of optimizers, one a stage")
+    if not parts or len(parts) != len(steppers):
+        raise ValueError(
+            f"{name}(modules=..., optimizers=...) takes one optimizer for each of its stages, got "
+            f"{len(parts)} stages with {len(steppers)} optimizers"
+        )
+    for module, optimizer in zip(parts, steppers, strict=True):
+        require_stage(name, module, optimizer, keys="s")
+    return parts, steppers
 
 
 class _Turns:

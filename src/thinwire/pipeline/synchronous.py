@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.checks import require_at_least, require_choice, require_count
 from thinwire.pipeline.async_pipeline import Batch, Record
+from thinwire.pipeline.settings import require_loss, require_stage
 from thinwire.pipeline.stage import ClippedStep, Loss
 from thinwire.wire import world
 from thinwire.wire.account import Account
+from thinwire.wire.checks import require_group
 from thinwire.wire.wire import Group
 
 _SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -36,8 +39,13 @@ class TorchPipeline:
         accumulate: int = 4,
         clip: float = 1.0,
     ) -> None:
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"schedule takes one of {', '.join(_SCHEDULES)}, got {schedule!r}")
+        name = "TorchPipeline"
+        require_stage(name, module, optimizer)
+        require_group(name, "group", group)
+        require_loss(name, loss)
+        require_choice(name, "schedule", schedule, _SCHEDULES)
+        accumulate = require_count(name, "accumulate", accumulate)
+        clip = require_at_least(name, "clip", clip, 0)
         world.current()  # joins, if the caller's process group is not known yet
         members = _process_group(group)
         self.stage, self.stages = dist.get_rank(members), dist.get_world_size(members)

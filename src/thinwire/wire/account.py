@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from thinwire.checks import require_at_least, require_count
+
 
 def format_bytes(count: float) -> str:
     """1234567 -> '1.23 MB' (decimal units, as links are rated)."""
@@ -62,6 +64,12 @@ class Account:
     _paused: float = field(default=0.0, repr=False, compare=False)  # clock at the latest pause
     _resumed: float = field(default=0.0, repr=False, compare=False)  # and at its end
     _listener: Callable[[Landing], None] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for key in ("bytes", "transfers", "lag", "skipped", "steps"):
+            setattr(self, key, require_count("Account", key, getattr(self, key), least=0))
+        for key in ("exposed", "hidden"):
+            setattr(self, key, require_at_least("Account", key, getattr(self, key), 0))
 
     def tick(self) -> None:
         """Counts one optimizer step: the unit in which a flight's lag is told."""

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
+from thinwire.checks import require_kind
 from thinwire.wire.account import Account
 
 
@@ -17,6 +18,8 @@ class Flight:
     """
 
     def __init__(self, buffer: torch.Tensor, account: Account) -> None:
+        require_kind("Flight", "buffer", buffer, torch.Tensor, "the tensor that is sent")
+        require_kind("Flight", "account", account, Account, "an Account")
         self._buffer = buffer
         self._account = account
         self.launched_at = time.perf_counter()

@@ -19,10 +19,25 @@ not symmetric have, leave it as b grows: `largest_momentum` is where the first o
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checks import (
+    plain_number,
+    refusal,
+    require_bool,
+    require_count,
+    require_items,
+    require_kind,
+    require_text,
+    shown,
+)
+
+MOST_RANKS = 10_000
+"""Of a graph: its matrix takes 8 n² bytes, and its eigenvalues n³ operations."""
 _TOLERANCE = 1e-6  # of sums and symmetry: what is left of weights given in float32
 _EDGE = 1e-7  # how far inside its bound an eigenvalue must be: LAPACK's error is below that
 
@@ -39,6 +54,12 @@ class Topology:
     """Of W, complex, by falling modulus; the first is 1."""
 
     def __post_init__(self) -> None:
+        require_text("Topology", "name", self.name)
+        square = isinstance(self.matrix, Tensor) and self.matrix.dim() == 2
+        if not square or self.matrix.shape[0] != self.matrix.shape[1] or not len(self.matrix):
+            raise refusal("Topology", "matrix", "a square tensor", self.matrix)
+        if self.matrix.dtype != torch.float64 or not bool(self.matrix.isfinite().all()):
+            raise refusal("Topology", "matrix", "finite weights in float64", self.matrix)
         values = torch.linalg.eigvals(self.matrix)
         order = values.abs().argsort(descending=True)
         object.__setattr__(self, "eigenvalues", values[order])
@@ -102,20 +123,21 @@ class Topology:
 
 def ring(size: int) -> Topology:
     """Each rank talks to the one before and the one after it."""
-    _require_size("ring", size)
+    size = _checked_size("ring", size)
     return from_edges(size, _steps(size, [1]), name="ring")
 
 
 def torus(size: int, rows: int | None = None) -> Topology:
     """A grid of `rows` x `size / rows` whose borders meet: up to 4 neighbours. The squarest grid by
     default."""
-    _require_size("torus", size)
+    size = _checked_size("torus", size)
     if rows is None:
         rows = max((r for r in range(1, math.isqrt(size) + 1) if size % r == 0), default=1)
-    if size > 1 and (not isinstance(rows, int) or rows < 2 or size % rows or size // rows < 2):
+    rows = require_count("torus", "rows", rows)
+    if size % rows or (size > 1 and (rows < 2 or size // rows < 2)):
         raise ValueError(
-            f"torus(size={size}, rows={rows}) needs at least 2 x 2 ranks in whole rows; take "
-            "another number of ranks, or a ring"
+            f"torus(size={size}, rows={rows}) needs at least 2 x 2 ranks in whole rows; "
+            "take another number of ranks, or a ring"
         )
     columns = size // rows
     edges = []
@@ -129,14 +151,14 @@ def torus(size: int, rows: int | None = None) -> Topology:
 def exponential(size: int) -> Topology:
     """Each rank talks to those 1, 2, 4, ... places away, in both directions: about 2 log2(n)
     neighbours and a gap that shrinks only with log(n)."""
-    _require_size("exponential", size)
+    size = _checked_size("exponential", size)
     hops = [2**k for k in range(size.bit_length()) if 2**k < size]
     return from_edges(size, _steps(size, hops), name="exponential")
 
 
 def complete(size: int) -> Topology:
     """Everybody talks to everybody; W averages in one step."""
-    _require_size("complete", size)
+    size = _checked_size("complete", size)
     edges = [(i, j) for i in range(size) for j in range(i + 1, size)]
     return from_edges(size, edges, name="complete")
 
@@ -151,7 +173,8 @@ NAMES: dict[str, Callable[[int], Topology]] = {
 
 def parse(text: str, size: int) -> Topology:
     """`ring`, `torus`, `torus:2` (rows), `exponential`, `complete`, or `edges:0-1,1-2,2-0`."""
-    kind, colon, rest = text.partition(":")
+    kind, colon, rest = require_text("topology.parse", "text", text).partition(":")
+    size = _checked_size("topology.parse", size)
     if kind == "edges" and colon:
         return from_edges(size, [_edge(text, word) for word in rest.split(",") if word.strip()])
     if kind == "torus" and colon and rest.strip().isdigit():
@@ -171,9 +194,10 @@ def from_edges(
     size: int, edges: Iterable[tuple[int, int]], *, name: str = "given graph"
 ) -> Topology:
     """Any undirected graph, with Metropolis-Hastings weights. (i, j) and (j, i) are one edge."""
-    _require_size("from_edges", size)
+    size = _checked_size("from_edges", size)
+    require_text("from_edges", "name", name)
     pairs: set[tuple[int, int]] = set()
-    for edge in edges:
+    for edge in require_items("from_edges", "edges", edges, "pairs of ranks, as in [(0, 1)]"):
         i, j = _checked_edge(edge, size)
         if i != j:
             pairs.add((min(i, j), max(i, j)))
@@ -198,12 +222,15 @@ def from_matrix(
         symmetric: whether to insist on w_ij = w_ji. With False the two ends of an edge may weigh
             each other differently; DecentLaM then checks its momentum against the ellipse.
     """
-    w = torch.as_tensor(matrix, dtype=torch.float64)
-    if w.dim() != 2 or w.shape[0] != w.shape[1] or w.shape[0] == 0:
-        raise ValueError(f"from_matrix takes a square matrix, got shape {tuple(w.shape)}")
+    symmetric = require_bool("from_matrix", "symmetric", symmetric)
+    require_text("from_matrix", "name", name)
+    w = _as_weights(matrix)
+    if w.dim() != 2 or w.shape[0] != w.shape[1] or not 0 < w.shape[0] <= MOST_RANKS:
+        raise ValueError(
+            f"from_matrix(matrix=...) takes a square matrix, got shape {tuple(w.shape)}"
+        )
     if not bool(torch.isfinite(w).all()):
-        raise ValueError("from_matrix takes finite weights, got NaN or infinity")
-    w = w.cpu().clone()
+        raise ValueError("from_matrix(matrix=...) takes finite weights, got NaN or infinity")
     _require_undirected(w)
     _require_doubly_stochastic(w)
     if symmetric:
@@ -219,9 +246,22 @@ def _steps(size: int, hops: Sequence[int]) -> list[tuple[int, int]]:
     return [(rank, (rank + hop) % size) for rank in range(size) for hop in hops]
 
 
-def _require_size(name: str, size: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name}(size=...) takes a number of ranks >= 1, got {size!r}")
+def _checked_size(name: str, size: object) -> int:
+    """Within what a matrix of so many ranks by so many can be held and taken apart."""
+    return require_count(name, "size", size, most=MOST_RANKS)
+
+
+def _as_weights(matrix: Any) -> Tensor:
+    """In float64, on the host, in memory of its own."""
+    wants = "rows of weights, a square matrix"
+    kinds = (Tensor, np.ndarray, list, tuple)
+    require_kind("from_matrix", "matrix", matrix, kinds, wants)
+    if isinstance(matrix, Tensor) and matrix.is_complex():
+        raise refusal("from_matrix", "matrix", wants, matrix)
+    try:
+        return torch.as_tensor(matrix, dtype=torch.float64).detach().cpu().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise refusal("from_matrix", "matrix", wants, matrix) from None
 
 
 def _edge(text: str, word: str) -> tuple[int, int]:
@@ -237,12 +277,15 @@ def _edge(text: str, word: str) -> tuple[int, int]:
 
 
 def _checked_edge(edge: tuple[int, int], size: int) -> tuple[int, int]:
-    try:
-        i, j = (int(end) for end in edge)
-    except (TypeError, ValueError):
-        raise ValueError(f"an edge is a pair of ranks, got {edge!r}") from None
+    two = isinstance(edge, tuple | list) and len(edge) == 2
+    ends = [plain_number(end) for end in edge] if two else []
+    if not two or not all(isinstance(end, int) for end in ends):
+        raise ValueError(f"from_edges(edges=...): an edge is a pair of ranks, got {shown(edge)}")
+    i, j = (int(end) for end in edge)
     if not (0 <= i < size and 0 <= j < size):
-        raise ValueError(f"edge ({i}, {j}) names a rank that is none of 0..{size - 1}")
+        raise ValueError(
+            f"from_edges(edges=...): edge ({i}, {j}) names a rank that is none of 0..{size - 1}"
+        )
     return i, j
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.checks import require_kind, require_seconds, require_text
 from thinwire.errors import PeerLost, UsageError
 from thinwire.wire import transfers, world
 from thinwire.wire.account import Account
 from thinwire.wire.carrier import Carrier
+from thinwire.wire.checks import require_group
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part
@@ -52,8 +54,12 @@ class Wire:
         account: Account | None = None,
         timeout: float | None = None,
     ) -> None:
-        if timeout is not None and not 0 < timeout < float("inf"):
-            raise ValueError(f"Wire(timeout=...) takes seconds > 0, got {timeout!r}")
+        if timeout is not None:
+            timeout = require_seconds("Wire", "timeout", timeout)
+        if account is not None:
+            require_kind("Wire", "account", account, Account, "an Account or None")
+        require_text("Wire", "name", name)
+        require_group("Wire", "group", group)
         self.world = world.current()
         self.account = account or Account()
         self.name = name

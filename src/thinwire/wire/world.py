@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.checks import refusal, require_count, require_kind, require_seconds
 from thinwire.errors import PeerLost, UsageError
 from thinwire.wire import rendezvous
 from thinwire.wire.heartbeat import Heartbeat
@@ -31,6 +32,15 @@ class World:
     heartbeat: Heartbeat | None
     group: dist.ProcessGroup | None = None
     """The default group this world was made from."""
+
+    def __post_init__(self) -> None:
+        self.size = require_count("World", "size", self.size)
+        self.rank = require_count("World", "rank", self.rank, least=0, most=self.size - 1)
+        self.timeout = require_seconds("World", "timeout", self.timeout)
+        require_kind("World", "device", self.device, torch.device, "a torch.device")
+        for key, kind in (("heartbeat", Heartbeat), ("group", dist.ProcessGroup)):
+            if getattr(self, key) is not None:
+                require_kind("World", key, getattr(self, key), kind, f"a {kind.__name__} or None")
 
     def lost(
         self, ranks: list[int], cause: str, *, suspects: Mapping[int, str] | None = None
@@ -77,8 +87,11 @@ def init(
         timeout: seconds without a sign of life after which a peer counts as lost.
     """
     global _world
-    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise UsageError(f"init(timeout=...) takes seconds > 0, got {timeout!r}")
+    try:
+        timeout = require_seconds("init", "timeout", timeout)
+        _check_init(settings, backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if dist.is_initialized() or rendezvous.launched():
         rendezvous.allow_more_files()
     if not dist.is_initialized() and rendezvous.launched():
@@ -95,6 +108,18 @@ def init(
         finally:
             wire.close()
     return _world
+
+
+def _check_init(settings: Any, backend: Any) -> None:
+    if settings is not None:
+        require_kind("init", "settings", settings, Mapping, "a mapping of names to values, or None")
+    if backend is None:
+        return
+    known = dist.Backend.backend_list
+    wants = f"one of {', '.join(known)}, one for each device as in cpu:gloo,cuda:nccl, or None"
+    require_kind("init", "backend", backend, str, wants)
+    if not all(pair.rpartition(":")[2].lower() in known for pair in backend.split(",")):
+        raise refusal("init", "backend", wants, backend)
 
 
 def current() -> World:

@@ -145,7 +145,7 @@ def test_bad_settings_are_refused_with_their_name() -> None:
         Int8(12)
     with pytest.raises(ValueError, match=r"Int4\(block=...\) takes a multiple of 8, got 0"):
         Int4(block=0)
-    with pytest.raises(ValueError, match=r"Dense\(dtype=...\) takes one of float32.*int32"):
+    with pytest.raises(ValueError, match=r"Dense\(dtype=...\) takes one of torch.float32.*int32"):
         Dense(torch.int32)
 
 

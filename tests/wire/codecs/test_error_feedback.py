@@ -59,7 +59,7 @@ def test_bad_settings() -> None:
             ErrorFeedback(Int8(), decay=decay)
     with pytest.raises(ValueError, match="one layer"):
         ErrorFeedback(ErrorFeedback(Int8()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="wraps a codec such as"):
+    with pytest.raises(ValueError, match=r"codec=...\) takes a codec such as"):
         ErrorFeedback("int8")  # type: ignore[arg-type]
 
 

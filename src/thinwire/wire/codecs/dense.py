@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.checks import refusal
 from thinwire.wire.codecs.base import Codec, as_rows
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -21,9 +22,9 @@ class Dense(Codec):
     """float16 overflows above 65504: prefer bfloat16 unless the values are known to be small."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in _TYPES:
-            names = ", ".join(str(t).removeprefix("torch.") for t in _TYPES)
-            raise ValueError(f"Dense(dtype=...) takes one of {names}, got {self.dtype!r}")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _TYPES:
+            names = ", ".join(map(str, _TYPES))
+            raise refusal("Dense", "dtype", f"one of {names}", self.dtype)
 
     @property
     def summable(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.checks import refusal, require_kind, require_weight
 from thinwire.wire.codecs.base import Codec, Split
 from thinwire.wire.codecs.feedback import Feedback, Mean, State, cloned, restore
 
@@ -28,10 +29,8 @@ class ErrorFeedback(Feedback):
 
     def __init__(self, codec: Codec, *, decay: float = 1.0) -> None:
         _require_codec(codec)
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"ErrorFeedback(decay=...) takes a number in [0, 1], got {decay}")
         self.codec = codec
-        self.decay = decay
+        self.decay = require_weight("ErrorFeedback", "decay", decay)
         self.worker = _Memory("worker")
         self.owner = _Memory("owner")
 
@@ -102,9 +101,9 @@ class ErrorFeedback(Feedback):
 
 def _require_codec(given: object) -> None:
     if isinstance(given, Feedback):
-        raise ValueError(f"ErrorFeedback({given!r}): one layer keeps all of the error")
-    if not isinstance(given, Codec):
-        raise ValueError(f"ErrorFeedback wraps a codec such as Int8(), got {given!r}")
+        wants = "a codec without memory (one layer keeps all of the error)"
+        raise refusal("ErrorFeedback", "codec", wants, given)
+    require_kind("ErrorFeedback", "codec", given, Codec, "a codec such as Int8()")
 
 
 class _Memory:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from thinwire.checks import require_text
 from thinwire.errors import UsageError
 from thinwire.wire.codecs.base import Codec
 from thinwire.wire.codecs.dense import Dense
@@ -28,13 +29,13 @@ NAMES: dict[str, Callable[[], Codec | Feedback]] = {
 
 def parse(name: str) -> Codec | Feedback:
     """`NAME`, `NAME+ef` with error feedback, or `threshold:DENSITY`; a fresh one at every call."""
-    base, plus, suffix = name.partition("+")
+    base, plus, suffix = require_text("codecs.parse", "name", name).partition("+")
     kind, colon, density = base.partition(":")
     if kind == "threshold" and not plus:
         return _threshold(density) if colon else Threshold()
     if base not in NAMES or (plus and suffix != "ef") or kind == "threshold":
         raise UsageError(
-            f"unknown codec {name!r}: takes one of {', '.join(NAMES)}, "
+            f"unknown codec {name!r}: the name takes one of {', '.join(NAMES)}, "
             "each also with error feedback as in int4+ef; threshold has it built in, and takes "
             "the share of the values to send as in threshold:0.01"
         )

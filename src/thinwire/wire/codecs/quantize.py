@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.checks import require_multiple
 from thinwire.wire.codecs.base import Codec, as_rows
 
 # Values handled at a time on a CPU: the temporaries of a tile (2 MB) stay in the cache, and are
@@ -37,9 +38,8 @@ class _BlockQuantizer(Codec):
     per_byte: ClassVar[int]
 
     def __post_init__(self) -> None:
-        if self.block < 8 or self.block % 8:
-            name = type(self).__name__
-            raise ValueError(f"{name}(block=...) takes a multiple of 8, got {self.block}")
+        block = require_multiple(type(self).__name__, "block", self.block, 8)
+        object.__setattr__(self, "block", block)
 
     def alignment(self, numel: int, rows: int) -> int:
         # Whole blocks, except for tensors so small that a row is less than one.

@@ -29,6 +29,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from thinwire.checks import plain_number, refusal
 from thinwire.errors import BadPayload
 
 BITS = (1, 2, 4, 8, 16, 32)
@@ -267,17 +268,11 @@ def sparse_row(numel: int, density: float, bits: int) -> SparseRow:
     return SparseRow(numel, [Segment(0, numel, keep)] if numel else [], [], bits)
 
 
-def check_sparse(name: str, **settings: float) -> None:
-    """Refuses what no sparse payload has; each setting under its own name."""
-    for key, value in settings.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if "density" in key and not (number and 0 < value <= 1):
-            raise ValueError(f"{name}({key}=...) takes a number in (0, 1], got {value!r}")
-        if key == "refresh" and not (number and isinstance(value, int) and value >= 1):
-            raise ValueError(f"{name}(refresh=...) takes a number of steps >= 1, got {value!r}")
-        if key == "value_bits" and value not in BITS:
-            known = ", ".join(map(str, BITS))
-            raise ValueError(f"{name}(value_bits=...) takes one of {known}, got {value!r}")
+def require_bits(name: str, value: object) -> int:
+    number = plain_number(value)
+    if not isinstance(number, int) or number not in BITS:
+        raise refusal(name, "value_bits", f"one of {', '.join(map(str, BITS))}", value)
+    return number
 
 
 def _pack_bits(codes: Tensor, bits: int, into: Tensor) -> None:

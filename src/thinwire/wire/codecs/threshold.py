@@ -33,10 +33,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from thinwire.checks import require_count, require_items, require_part, require_share
 from thinwire.wire.codecs.base import Split
 from thinwire.wire.codecs.feedback import Feedback, Mean, State, cloned, restore
 from thinwire.wire.codecs.selection import is_due, select
-from thinwire.wire.codecs.sparse import SMALL, Segment, SparseRow, check_sparse
+from thinwire.wire.codecs.sparse import SMALL, Segment, SparseRow, require_bits
 
 
 class Threshold(Feedback):
@@ -63,12 +64,11 @@ class Threshold(Feedback):
         momentum: float = 0.0,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        check_sparse("Threshold", density=density, refresh=refresh, value_bits=value_bits)
-        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ValueError(f"Threshold(momentum=...) takes a number in [0, 1), got {momentum!r}")
-        self.density, self.refresh = density, refresh
-        self.value_bits, self.momentum = value_bits, momentum
-        self._sizes = None if sizes is None else list(sizes)
+        self.density = require_part("Threshold", "density", density)
+        self.refresh = require_count("Threshold", "refresh", refresh)
+        self.value_bits = require_bits("Threshold", value_bits)
+        self.momentum = require_share("Threshold", "momentum", momentum)
+        self._sizes = None if sizes is None else _checked_sizes(sizes)
         self._rows: dict[Split, list[SparseRow]] = {}
         self.worker, self.owner = _Side(), _Side()
         self.steps = 0
@@ -207,6 +207,11 @@ class Threshold(Feedback):
     def __repr__(self) -> str:
         momentum = f", momentum={self.momentum}" if self.momentum else ""
         return f"Threshold({self.density}, {self.refresh}, value_bits={self.value_bits}{momentum})"
+
+
+def _checked_sizes(sizes: object) -> list[int]:
+    lengths = require_items("Threshold", "sizes", sizes, "the lengths of tensors, or None")
+    return [require_count("Threshold", "sizes", length, least=0) for length in lengths]
 
 
 class _Side:

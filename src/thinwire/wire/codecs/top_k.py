@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checks import require_bool, require_count, require_multiple
 from thinwire.wire.codecs.base import Codec, as_rows
-from thinwire.wire.codecs.sparse import Segment, SparseRow, check_sparse
+from thinwire.wire.codecs.sparse import Segment, SparseRow, require_bits
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,12 @@ class TopK(Codec):
     n - 1 payloads a round are exposed, beyond some 16 ranks, and expect a higher loss."""
 
     def __post_init__(self) -> None:
-        if self.chunk < 256 or self.chunk % 256:
-            raise ValueError(f"TopK(chunk=...) takes a multiple of 256, got {self.chunk}")
-        if not 1 <= self.k <= self.chunk:
-            raise ValueError(f"TopK(k=...) takes 1 to chunk ({self.chunk}), got {self.k}")
-        if not isinstance(self.gather, bool):
-            raise ValueError(f"TopK(gather=...) takes True or False, got {self.gather!r}")
-        check_sparse("TopK", value_bits=self.value_bits)
+        chunk = require_multiple("TopK", "chunk", self.chunk, 256)
+        k = require_count("TopK", "k", self.k, most=chunk)
+        bits = require_bits("TopK", self.value_bits)
+        require_bool("TopK", "gather", self.gather)
+        for key, value in (("chunk", chunk), ("k", k), ("value_bits", bits)):
+            object.__setattr__(self, key, value)
 
     def gathers(self, size: int) -> bool:
         """Two ranks send no more by exchanging payloads than in two phases."""
