@@ -1,12 +1,13 @@
 # make demo   install into .venv and compare methods on emulated 100 Mbit/s links
 # make test   install into .venv and run the tests
 # make lint   ruff and mypy
+# make golden write the digests that a redesign must keep (tests/golden)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.thinwire-installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint golden format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m thinwire compare --config examples/demo.toml
@@ -25,6 +26,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
+
+golden: $(STAMP)
+	rm -f .golden.json
+	GOLDEN=write $(BIN)/python -m pytest tests/golden
 
 format: $(STAMP)
 	$(BIN)/ruff format .
