@@ -17,6 +17,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.wire import rendezvous
 from thinwire.wire.rendezvous import Place
+from thinwire.wire.world import trial
 
 
 def without_init(kind: str) -> str:
@@ -41,6 +42,28 @@ def test_a_launched_process_that_has_not_joined_is_refused(ranks: Ranks, kind: s
         assert f"WORLD_SIZE=2 RANK={rank}" in message
         assert "thinwire.init()" in message
         assert "unset WORLD_SIZE" in message
+
+
+def tried_out() -> str:
+    with trial():
+        assert tw.Wire().size == 1
+    with pytest.raises(UsageError) as refused:
+        tw.Wire()
+    with pytest.raises(RuntimeError, match="bad settings"), trial():
+        raise RuntimeError("bad settings")
+    with pytest.raises(UsageError):
+        tw.Wire()
+    tw.init()
+    with trial():
+        assert tw.Wire().size == 2, "what has been joined stays so"
+    assert tw.Wire().size == 2
+    return str(refused.value)
+
+
+def test_settings_are_tried_before_the_others_are_joined(ranks: Ranks) -> None:
+    """As a worker of `thinwire train` does, and nothing is left of it."""
+    for message in ranks(2, tried_out):
+        assert "WORLD_SIZE=2" in message
 
 
 def test_alone_nothing_has_to_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:

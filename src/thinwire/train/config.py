@@ -28,6 +28,7 @@ from thinwire.train.methods import find_method
 from thinwire.train.models import ModelConfig
 from thinwire.train.optimizers import OptimizerConfig
 from thinwire.train.pipelining import PipelineConfig, check_pipeline
+from thinwire.wire import world
 
 __all__ = ["CONFIG", "LoopConfig", "TrainConfig", "check", "config_type", "flat_values", "parse"]
 
@@ -176,7 +177,8 @@ def check(config: TrainConfig) -> None:
     if config.loop.resume and not config.loop.run:
         raise UsageError("--resume continues an earlier run: name its directory with --run")
     method = find_method(config.method)
-    method.check(config.settings)
+    with world.trial():
+        method.check(config.settings)
     first = method.first_steps(config.settings)
     if 0 < config.loop.steps <= first:
         raise UsageError(

@@ -3,7 +3,8 @@
 import atexit
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -69,6 +70,7 @@ class World:
 
 
 _world: World | None = None
+_trying = False
 _joined = 0  # worlds this process has joined, the same number on every rank
 
 
@@ -130,10 +132,23 @@ def current() -> World:
     global _world
     if _world is None or _world.group is not _default_group():
         _leave()
-        if not dist.is_initialized():
+        if not dist.is_initialized() and not _trying:
             rendezvous.require_alone()
         _world = _of_process(DEFAULT_TIMEOUT)
     return _world
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """In here a method may be built before the others are joined: on a toy, to try settings."""
+    global _trying
+    _trying = True
+    try:
+        yield
+    finally:
+        _trying = False
+        if not dist.is_initialized():
+            _leave()  # a world of one is not for what comes after
 
 
 def shutdown() -> None:
