@@ -166,7 +166,7 @@ def _table(comparison: Comparison, rate: str) -> str:
 
 
 def _settings(comparison: Comparison) -> str:
-    hidden = {"run", "json", "timeout", "methods", "set", "only"}
+    hidden = {"run", "run_dir", "json", "timeout", "methods", "set", "only"}
     common = {
         k: v for k, v in comparison.settings.items() if k not in hidden and v not in (None, [])
     }

@@ -19,8 +19,8 @@ from thinwire.wire.account import Account
 from thinwire.wire.carrier import Carrier
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.codecs.base import require_flat
-from thinwire.wire.collectives import Part
-from thinwire.wire.compressed_mean import Owner
+from thinwire.wire.collectives import Part, all_reduce_bytes
+from thinwire.wire.compressed_mean import Owner, mean_bytes
 from thinwire.wire.flight import Flight
 
 AnyCodec = Codec | Feedback
@@ -103,7 +103,10 @@ class Wire:
         group = carrier.group
         if isinstance(codec, Dense) and codec.summable and owner is None:
             return carrier.launch(
-                flat, lambda b: transfers.dense_mean(b, codec.dtype, group), prepare=prepare
+                flat,
+                lambda b: transfers.dense_mean(b, codec.dtype, group),
+                sent=all_reduce_bytes(flat.numel() * codec.dtype.itemsize, self.size),
+                prepare=prepare,
             )
         if isinstance(codec, Feedback):
             # Refused here, where all ranks are at the same call, and not in a lane, where it would
@@ -112,6 +115,7 @@ class Wire:
         flight = carrier.launch(
             flat,
             lambda b: transfers.coded_mean(b, codec, group, owner),
+            sent=mean_bytes(flat.numel(), codec, self.size, owned=owner is not None),
             turns=True,
             prepare=prepare,
         )
@@ -147,7 +151,11 @@ class Wire:
         if carrier is None or not neighbours or flat.numel() == 0:
             return Flight(flat, self.account)
         pairs = sorted(zip(neighbours, weights, strict=True))
-        return carrier.launch(flat, lambda b: transfers.exchange(b, pairs, use, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.exchange(b, pairs, use, carrier.group),
+            sent=len(pairs) * _whole_bytes(use, flat),
+        )
 
     def send(self, flat: Tensor, to: int, *, codec: Codec | None = None) -> Flight:
         """Sends to one rank of the group, which must call `recv`. Lands when the buffer is free."""
@@ -159,7 +167,11 @@ class Wire:
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
         return carrier.launch(
-            flat, lambda b: transfers.send(b, to, use, carrier.group), peer=to, lane="to"
+            flat,
+            lambda b: transfers.send(b, to, use, carrier.group),
+            sent=_whole_bytes(use, flat),
+            peer=to,
+            lane="to",
         )
 
     def recv(self, flat: Tensor, source: int, *, codec: Codec | None = None) -> Flight:
@@ -172,7 +184,11 @@ class Wire:
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
         return carrier.launch(
-            flat, lambda b: transfers.recv(b, source, use, carrier.group), peer=source, lane="from"
+            flat,
+            lambda b: transfers.recv(b, source, use, carrier.group),
+            sent=0,
+            peer=source,
+            lane="from",
         )
 
     def agree(
@@ -190,7 +206,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or not values:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group),
+            sent=all_reduce_bytes(flat.nbytes, self.size),
+        )
 
     def scatter_mean(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
         """The mean over the ranks of this rank's own part of `flat`, into that part.
@@ -202,7 +222,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.scatter_mean(b, use, part, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.scatter_mean(b, use, part, carrier.group),
+            sent=(self.size - 1) * use.payload_bytes(part),
+        )
 
     def gather(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
         """Every rank's own part of `flat`, into `flat`; the parts are those of `scatter_mean`."""
@@ -211,7 +235,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.gather(b, use, part, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.gather(b, use, part, carrier.group),
+            sent=(self.size - 1) * use.payload_bytes(part),
+        )
 
     def _checked_parts(self, name: str, flat: Tensor, part: int, codec: Codec | None) -> Codec:
         require_flat(flat)
@@ -236,7 +264,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or rows.numel() == 0:
             return Flight(rows, self.account)
-        return carrier.launch(rows, lambda b: transfers.all_to_all(b, carrier.group))
+        return carrier.launch(
+            rows,
+            lambda b: transfers.all_to_all(b, carrier.group),
+            sent=(self.size - 1) * rows[0].nbytes,
+        )
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
@@ -249,7 +281,11 @@ class Wire:
         framed = len(payload).to_bytes(8, "little") + payload
         own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         rows = torch.empty(self.size, own.numel(), dtype=torch.uint8)
-        carrier.launch(rows, lambda b: transfers.gather_rows(b, own, carrier.group)).wait()
+        carrier.launch(
+            rows,
+            lambda b: transfers.gather_rows(b, own, carrier.group),
+            sent=(self.size - 1) * own.nbytes,
+        ).wait()
         texts = [row.numpy().tobytes() for row in rows]
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
@@ -312,6 +348,11 @@ def _stateless(codec: Codec | None, flat: Tensor) -> Codec:
             f"give this transfer {plain!r}"
         )
     return use
+
+
+def _whole_bytes(codec: Codec, flat: Tensor) -> int:
+    """Of all values as one payload."""
+    return codec.payload_bytes(codec.part(flat.numel(), 1))
 
 
 def _ranks_of(group: Group, world_size: int) -> list[int]:
