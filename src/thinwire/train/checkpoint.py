@@ -228,7 +228,10 @@ def read_manifest(path: str | Path) -> Manifest:
     except UsageError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot read the checkpoint {file}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot read the checkpoint {file}: {error.strerror}; use another one of "
+            f"{checkpoint.parent}"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(checkpoint, f"{file.name} is garbled ({error})") from None
 

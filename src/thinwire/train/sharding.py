@@ -65,6 +65,7 @@ def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """The inverse of local_state for an optimizer's state_dict."""
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    _require_all(state["state"], len(parameters))
     for index, entries in state["state"].items():
         parameter = parameters[int(index)]
         for name, value in entries.items():
@@ -72,6 +73,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             if isinstance(value, Tensor) and value.shape == local_part(parameter).shape:
                 entries[name] = _like(parameter, value)
     optimizer.load_state_dict(state)
+
+
+def _require_all(state: dict[Any, Any], count: int) -> None:
+    """Of the parameters all have been stepped, or none: one without moments would start anew."""
+    keys = {frozenset(entries) for entries in state.values()}
+    if len(keys) > 1 or (state and len(state) != count):
+        raise UsageError(
+            f"the optimizer's state is of {len(state)} parameters of {count}, and not the same for "
+            "all: it is of another run, or was changed"
+        )
 
 
 def _require_like(what: str, saved: Any, local: Tensor) -> None:
@@ -93,7 +104,8 @@ def _require_state_of(what: str, value: Any, local: Tensor) -> None:
     over = value.dim() == local.dim() and all(
         mine in (1, theirs) for mine, theirs in zip(value.shape, local.shape, strict=True)
     )
-    if value.numel() != 1 and not over:
+    precise = not value.is_floating_point() or value.dtype in (torch.float32, local.dtype)
+    if (value.numel() != 1 and not over) or not precise:
         raise UsageError(
             f"{what} is {_form(value)} in the checkpoint, and the parameter {_form(local)} here: "
             "it is of another run, or was changed"

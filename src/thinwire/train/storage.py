@@ -18,6 +18,7 @@ directories can be merged into one table.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -62,12 +63,28 @@ def write_entries(path: Path, entries: Entries) -> None:
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
-    results: list[WriteResult] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    try:
+        results: list[WriteResult] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError as error:
+        raise _behind(error) from error
     content = _metadata_to_json(metadata, {r.index: r.storage_data for r in results})
     names = {chunk["file"] for t in content["tensors"].values() for chunk in t["chunks"]}
     content["files"] = {name: _sync_and_sum(path / name) for name in sorted(names)}
     write_durably(path / METADATA, json.dumps(content).encode())
     sync_directory(path)
+
+
+def _behind(error: RuntimeError) -> Exception:
+    """torch's zip writer hides what the disk said behind a complaint about its own place in the
+    file ("unexpected pos")."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
+        return OSError(errno.EIO, f"{os.strerror(errno.EIO)} (is the disk full?)")
+    return error
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -158,16 +175,16 @@ def _metadata_from_json(content: dict[str, Any], files: dict[str, int]) -> Metad
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in content["tensors"].items():
         dtype, shape = dtype_of(tensor["dtype"]), _sizes(tensor["shape"])
-        chunks = []
-        for chunk in tensor["chunks"]:
-            offset, extent = _sizes(chunk["offset"]), _sizes(chunk["shape"])
-            chunks.append(ChunkStorageMetadata(offset, extent))
-            stored[MetadataIndex(name, offset)] = _place_of(chunk, files)
-        held = sum(_count(chunk["bytes"]) for chunk in tensor["chunks"])
-        if math.prod(shape) * dtype.itemsize > held:
-            raise ValueError(f"{name} of shape {list(shape)} does not fit its {held} bytes")
-        properties = TensorProperties(dtype=dtype)
-        tensors[name] = TensorStorageMetadata(properties, shape, chunks)
+        (chunk,) = tensor["chunks"]
+        offset, place = _sizes(chunk["offset"]), _place_of(chunk, files)
+        if any(offset) or len(offset) != len(shape) or _sizes(chunk["shape"]) != shape:
+            # DCP would leave the rest of the tensor as it found the memory.
+            raise ValueError(f"{name:.100} of shape {list(shape[:8])} is not stored whole")
+        if math.prod(shape) * dtype.itemsize > place.length:
+            raise ValueError(f"{name:.100} does not fit its {place.length} bytes")
+        stored[MetadataIndex(name, offset)] = place
+        chunks = [ChunkStorageMetadata(offset, shape)]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=stored)
 
 
@@ -182,7 +199,8 @@ def _place_of(chunk: dict[str, Any], files: dict[str, int]) -> _StorageInfo:
 
 def _plain_name(name: str) -> str:
     """See [Note: a directory of somebody else's]."""
-    if name != os.path.basename(name) or name in ("", ".", "..") or not name.isprintable():
+    plain = name == os.path.basename(name) and name not in ("", ".", "..")
+    if not plain or not name.isprintable() or len(name) > 255:
         raise ValueError(f"{name!r:.100} is no name of a file in the same directory")
     return name
 

@@ -116,7 +116,10 @@ class Account:
     def restore(self, totals: dict[str, float]) -> None:
         """Takes up the totals of a checkpointed run."""
         for name in _TOTALS:
-            setattr(self, name, totals[name])
+            value = totals[name]
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} {value!r:.40} in an account")
+            setattr(self, name, value)
 
     def __str__(self) -> str:
         text = (
