@@ -203,7 +203,7 @@ def test_a_port_that_is_taken(
     [
         ([], ["--lr", "0.5"], "setting 'lr' differs between ranks: 0.001 on rank 0; 0.5 on rank 1"),
         ([], ["--method", "none"], "setting 'bucket_mb' differs between ranks"),
-        ([], ["--run", "other"], "setting 'run' differs between ranks"),
+        ([], ["--run", "other"], "setting 'run_dir' differs between ranks"),
         (["--data", "files:here/*.txt"], [], "no file matches"),
         (["--run", "a-file"], [], "is a file, not a directory"),
         (["--workers", "3"], [], "--workers 3 starts workers, but torchrun has started 2"),

@@ -2,20 +2,25 @@
 
 Each command imports what it needs when it is called: `thinwire --help` and `thinwire lab` start
 without torch. Bad input, and a machine that cannot do what was asked of it, is one line on stderr
-and exit code 2.
+and exit code 2; a disk that is full, or a run's directory that is gone, one line and exit code 3.
 """
 
+import errno
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import thinwire
-from thinwire.errors import LabError, ThinwireError, UsageError
-from thinwire.text import printable
+from thinwire.command_line import parse_words, shown
+from thinwire.errors import LabError, StorageError, ThinwireError, UsageError
+
+STORAGE = 3  # the exit code of a StorageError
+_LONGEST = 800  # characters of a message
 
 _HELP = """usage: thinwire COMMAND [flags]
 
@@ -50,43 +55,34 @@ def _report(argv: list[str]) -> int:
 
     from thinwire.compare.launch import report
 
-    def command(run: tyro.conf.Positional[str], json: bool = False) -> int:
-        """Show a comparison's figures again, and write its report.
+    @dataclass
+    class ReportConfig:
+        """Show a comparison's figures again, and write its report."""
 
-        Args:
-            run: The comparison's directory.
-            json: Print the table as JSON on stdout, and everything else on stderr.
-        """
-        report(Path(run), Console(stderr=json), as_json=json)
-        return 0
+        run: tyro.conf.Positional[str]
+        """The comparison's directory."""
+        json: bool = False
+        """Print the table as JSON on stdout, and everything else on stderr."""
 
-    return tyro.cli(command, args=argv, prog="thinwire report")
+    config = parse_words(ReportConfig, argv, prog="thinwire report")
+    report(Path(config.run), Console(stderr=config.json), as_json=config.json)
+    return 0
 
 
 def _top(argv: list[str]) -> int:
-    import tyro
-
     from thinwire.report.top import TopConfig, top
 
-    config = tyro.cli(TopConfig, args=argv, prog="thinwire top")
-    return top(config)
+    return top(parse_words(TopConfig, argv, prog="thinwire top"))
 
 
 def _lab(argv: list[str]) -> int:
-    import tyro
-
     from thinwire.lab.command import LabConfig, run_lab
 
     flags, dashes, command = _split(argv)
     if not dashes and not {"-h", "--help"} & set(flags):
         raise UsageError("no command to run: write it after --, as in: thinwire lab -- python x.py")
     description = "Run a command on every emulated host: thinwire lab [flags] -- COMMAND ..."
-    config = tyro.cli(
-        tyro.conf.OmitArgPrefixes[LabConfig],
-        args=flags,
-        prog="thinwire lab",
-        description=description,
-    )
+    config = parse_words(LabConfig, flags, prog="thinwire lab", description=description)
     return run_lab(config, command)
 
 
@@ -95,17 +91,19 @@ def _export(argv: list[str]) -> int:
 
     from thinwire.train.export import export
 
-    def command(source: tyro.conf.Positional[str], out: str, force: bool = False) -> str:
-        """Write the weights of a run as one safetensors file.
+    @dataclass
+    class ExportConfig:
+        """Write the weights of a run as one safetensors file."""
 
-        Args:
-            source: A run's directory, or one checkpoint of it.
-            out: The file to write.
-            force: Overwrite it if it exists.
-        """
-        return str(export(source, out, force=force))
+        source: tyro.conf.Positional[str]
+        """A run's directory, or one checkpoint of it."""
+        out: str
+        """The file to write."""
+        force: bool = False
+        """Overwrite it if it exists."""
 
-    print(f"wrote {tyro.cli(command, args=argv, prog='thinwire export')}")
+    config = parse_words(ExportConfig, argv, prog="thinwire export")
+    print(f"wrote {export(config.source, config.out, force=config.force)}")
     return 0
 
 
@@ -114,7 +112,7 @@ def _methods(argv: list[str]) -> int:
         print("usage: thinwire methods\n\nList the methods that thinwire train --method takes.")
         return 0
     if argv:
-        raise UsageError(f"thinwire methods takes no arguments, got {' '.join(argv)}")
+        raise UsageError(f"thinwire methods takes no arguments, got {shown(' '.join(argv))}")
     from thinwire.train.methods import METHODS
 
     for name, method in METHODS.items():
@@ -139,15 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ThinwireError as error:
-        print(f"thinwire: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
-        return _ended(2 if isinstance(error, UsageError | LabError) else 1)
+        return _ended(_say(str(error), _code(error)))
     except BrokenPipeError:  # the reader of our output has gone, as in `thinwire ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _ended(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return _ended(128 + signal.SIGINT)
-    except Exception:
+    except Exception as error:
+        if said := _of_the_machine(error):
+            return _ended(_say(*said))
         if "RANK" not in os.environ:
             raise
         traceback.print_exc()
@@ -162,8 +161,34 @@ def _run(words: list[str]) -> int:
         print(f"thinwire {thinwire.__version__}")
         return 0
     if words[0] not in _COMMANDS:
-        raise UsageError(f"there is no command {words[0]!r}: takes {', '.join(_COMMANDS)}")
+        raise UsageError(f"there is no command {shown(words[0])}: takes {', '.join(_COMMANDS)}")
     return _COMMANDS[words[0]](words[1:])
+
+
+def _say(text: str, code: int) -> int:
+    """One line, whatever is in it; a long one without its middle."""
+    line = printable(" ".join(text.split()))
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}"
+    print(f"thinwire: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _of_the_machine(error: Exception) -> tuple[str, int] | None:
+    """What the operating system refuses, and its exit code: a file, or memory. None for the rest,
+    which is a mistake of ours and is shown with its place."""
+    if isinstance(error, OSError) and error.filename is not None:
+        disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+        return f"{error.filename!s:.200}: {error.strerror}", STORAGE if disk else 2
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"out of memory ({error!s:.200}): lower --batch, --model or --workers", 1
+    return None
+
+
+def _code(error: ThinwireError) -> int:
+    if isinstance(error, UsageError | LabError):
+        return 2
+    return STORAGE if isinstance(error, StorageError) else 1
 
 
 def _ended(code: int) -> int:

@@ -9,6 +9,10 @@ class UsageError(ThinwireError, ValueError):
     """Bad input: a setting, a file or a flag. On the command line one line, exit code 2."""
 
 
+class StorageError(ThinwireError):
+    """A file could not be written: the disk is full, or the directory is gone. Exit code 3."""
+
+
 class LabError(ThinwireError):
     """The emulated network cannot be built here, or does not keep to what was asked of it."""
 

@@ -1,130 +1,135 @@
-"""Files in a directory that somebody else may have filled: a run copied from elsewhere, say.
+"""Files that others may have made, and files that must be whole.
 
-What is read is a regular file of a sane size, reached without a symbolic link below the directory
-the user named. What is written is written aside and renamed: a link that waits under the name is
-replaced and its target left alone, and a reader finds the old content or the new.
+A run's directory may come from somebody else: what is read from it is a plain file of a bearable
+size - no pipe, no device, no link to elsewhere - and what is written to it replaces a name and
+never goes through a link. An error of the disk becomes one line that names the file and the disk.
 """
 
 import errno
 import json
 import os
-import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.errors import StorageError
 
-MOST = 256 << 20  # bytes of a file that is read as a whole
-_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NONBLOCK | _SAFELY  # without O_NONBLOCK a FIFO would be waited for
-
-
-def component(name: object, what: str) -> str:
-    """`name`, if it names one file or folder and leads nowhere else; `what` says what it names."""
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise UsageError(f"{what} takes a name that is no path, got {name!r}")
-    return name
+MOST_SETTINGS = 1 << 24  # bytes of a document of settings
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def open_regular(path: Path, within: Path | None = None) -> IO[bytes]:
-    """For reading. No link is followed below `within`, which is the file's folder by default.
-
-    FileNotFoundError where there is nothing, UsageError where there is anything but a file.
-    """
-    root = within or path.parent
-    parts = [component(part, str(path)) for part in path.relative_to(root).parts]
+def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
+    """The file, for reading; OSError for whatever is no plain file. `follow` is for paths that the
+    user has named and nobody else."""
+    look = os.stat if follow else os.lstat
+    _require_plain(look(path), path)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
     try:
-        return _regular(_open(root, parts), "rb")
-    except FileNotFoundError:
+        _require_plain(os.fstat(descriptor), path)  # it may have changed since
+    except OSError:
+        os.close(descriptor)
         raise
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {_why(error)}") from None
+    return open(descriptor, "rb")
 
 
-def read(path: Path, within: Path | None = None, most: int = MOST) -> bytes:
-    """The whole of a file, if that is no more than `most` bytes."""
-    with open_regular(path, within) as file:
+def read_bytes(path: Path, most: int, *, follow: bool = False) -> bytes:
+    """The content of a plain file of at most so many bytes; OSError for any other."""
+    with open_plain(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise UsageError(f"cannot read {path}: it has {size} bytes, more than {most}")
-        return file.read(size)
+            raise OSError(
+                errno.EFBIG, f"it has {size} bytes, and at most {most} are read", str(path)
+            )
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
 
 
-def read_json(path: Path, within: Path | None = None, most: int = MOST) -> Any:
+def load_json(content: bytes | str) -> Any:
+    """ValueError for whatever is no JSON, and for what is nested beyond use."""
     try:
-        return json.loads(read(path, within, most))
-    except UsageError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """All of it or nothing."""
-    data = content.encode() if isinstance(content, str) else content
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o666)
+def _require_plain(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
+    """At once: a reader finds the old content or the new, and a link is replaced, not followed."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with writing(path):
         try:
-            with os.fdopen(file, "wb") as out:
-                out.write(data)
+            with create(aside) as file:
+                file.write(content)
+                file.flush()
+                if durably:
+                    os.fsync(file.fileno())
             os.replace(aside, path)
-        except BaseException:
+        except OSError:
             with suppress(OSError):
-                os.unlink(aside)
+                aside.unlink()
             raise
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {_why(error)}") from None
 
 
-def open_to_append(path: Path) -> IO[str]:
-    """Line by line; makes the file, and writes through no link."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | _SAFELY
-    try:
-        return _regular(os.open(path, flags, 0o666), "a", buffering=1)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {_why(error)}") from None
+def create(path: Path) -> BufferedWriter:
+    """A new file of this name, whatever had it before."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o666), "wb")
 
 
 @contextmanager
-def refusing_damage(folder: Path) -> Iterator[None]:
-    """Around code that takes the records of a directory for what they should be: whatever else they
-    are is one line, and no traceback."""
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes `path`: an error of the operating system becomes a StorageError."""
     try:
         yield
-    except ThinwireError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
-        raise _damaged(folder, error) from error
-    except (AssertionError, TypeError, ValueError) as error:
-        raise _damaged(folder, error) from error
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
-def _damaged(folder: Path, error: Exception) -> UsageError:
-    return UsageError(f"the records in {folder} are damaged: {type(error).__name__}: {error}")
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """What has happened to a file that could not be written, where, and what to do."""
+    why = error.strerror or str(error)
+    disk = _disk_of(path)
+    if error.errno in FULL:
+        return StorageError(
+            f"cannot write {path}: {why}; {disk}: make room there, or use a directory on another "
+            "disk; what was written before is whole"
+        )
+    if error.errno in _GONE:
+        return StorageError(
+            f"cannot write {path}: its directory was removed or moved while it was in use "
+            f"({why}); {disk}"
+        )
+    return StorageError(f"cannot write {path}: {why}; {disk}")
 
 
-def _open(root: Path, parts: Sequence[str]) -> int:
-    """One part after another: O_NOFOLLOW looks at the last of a path alone."""
-    at = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-    for part in parts:
-        above = at
-        try:
-            at = os.open(part, _READ, dir_fd=above)
-        finally:
-            os.close(above)
-    return at
-
-
-def _regular(file: int, mode: str, buffering: int = -1) -> IO[Any]:
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return os.fdopen(file, mode, buffering)
-
-
-def _why(error: OSError) -> str:
-    return "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+def _disk_of(path: Path) -> str:
+    """The disk that a path is on, and the room that is left there."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    mount = place
+    while not os.path.ismount(mount) and mount != mount.parent:
+        mount = mount.parent
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return f"the disk is that of {mount}"
+    free = found.f_bavail * found.f_frsize
+    return f"the disk is that of {mount}, with {free / 1e6:.1f} MB free"

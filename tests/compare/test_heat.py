@@ -63,7 +63,7 @@ def race(told: Heat, kind: type[HeatWorker] = HeatWorker) -> int:
 def alone(told: Heat, name: str, folder: str) -> float:
     """The same run as `thinwire train` makes it."""
     config = told.config().of_method(name, told.seed)
-    config.loop.run = folder
+    config.loop.run_dir = folder
     world = world_module.init(timeout=20)
     config.loop.eval_every = 2 * config.pipeline.stages  # where a pipeline is drained
     kind = trainer_of(config)

@@ -24,9 +24,9 @@ def test_the_flags_make_links() -> None:
     ("settings", "named"),
     [
         ({"hosts": 0}, "hosts: got 0"),
-        ({"per_host": 0}, "per-host: got 0"),
+        ({"per_host": 0}, "--per-host takes 1 to 400, got 0"),
         ({"rate": "quick"}, "rate: got 'quick'"),
-        ({"delay": "10"}, "duration: got '10'"),
+        ({"delay": "10"}, "--delay: got '10'"),
         ({"host": ("4:up=1mbit",)}, "host 4 does not exist"),
         ({"host": ("1",)}, "host: got '1'"),
         ({"host": ("x:up=1mbit",)}, "host: got 'x:up=1mbit'"),

@@ -70,7 +70,7 @@ def test_the_launcher_names_the_worker_that_failed(
     assert program.wait() == code
     first, last = program.err.splitlines()
     assert first.startswith(said)
-    assert last == f"continue with: thinwire train --run {run} --resume"
+    assert last == f"continue with: thinwire train --run-dir {run} --resume"
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

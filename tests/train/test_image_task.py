@@ -19,8 +19,9 @@ from thinwire.train.config import parse
 from thinwire.train.export import export, load_exported
 from thinwire.train.image_models import ImageShape, build_image_model
 from thinwire.train.images import ImageBatches, load_digits
-from thinwire.train.loop import Trainer, preflight
+from thinwire.train.loop import Trainer
 from thinwire.train.models import ModelConfig
+from thinwire.train.preflight import preflight
 from thinwire.train.running_statistics import RunningStatistics
 from thinwire.train.tasks import find_task
 from thinwire.train.worker import run_worker

@@ -44,7 +44,8 @@ def test_a_launcher_that_is_asked_to_stop_and_taken_up_again(
     last = program.out.splitlines()[-1]
     step = checkpoint.read_manifest(run).step
     assert last == (
-        f"stopped by SIGTERM after step {step}; continue with: thinwire train --run {run} --resume"
+        f"stopped by SIGTERM after step {step}; "
+        f"continue with: thinwire train --run-dir {run} --resume"
     )
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     # The message's command, with an end: it knows the workers and all other settings.

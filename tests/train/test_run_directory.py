@@ -24,7 +24,7 @@ def config(run: Path, *argv: str) -> TrainConfig:
 
 def refusal(run: Path, *argv: str) -> str:
     before = listing(run.parent)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as caught:  # parsing looks into a run that is resumed
         run_directory.check(config(run, *argv), run)
     assert listing(run.parent) == before
     return str(caught.value)
@@ -70,6 +70,8 @@ def test_what_cannot_be_resumed_is_refused(run: Path) -> None:
     run.mkdir()
     assert "no thinwire checkpoint" in refusal(run, "--resume")
     save(run, 3)
+    assert "config.json is missing" in refusal(run, "--resume")
+    (run / CONFIG).write_text("{}")
     assert "nothing left to do; raise --steps" in refusal(run, "--resume", "--steps", "3")
     run_directory.check(config(run, "--resume", "--steps", "4"), run)
 

@@ -11,7 +11,8 @@ from tests.programs import corpus, records, small  # noqa: F401
 from thinwire.errors import UsageError
 from thinwire.train.config import parse
 from thinwire.train.export import export, load_exported
-from thinwire.train.loop import Trainer, preflight
+from thinwire.train.loop import Trainer
+from thinwire.train.preflight import preflight
 from thinwire.train.pulse import PERIOD, Pulse
 from thinwire.train.stage_trainer import StageTrainer
 from thinwire.train.tasks import find_task

@@ -5,10 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
+from thinwire.command_line import parse_words
 from thinwire.compare.overrides import Overrides
 from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
@@ -66,12 +67,12 @@ class RaceConfig:
     set: tuple[str, ...] = ()
     """Settings of single methods, as in co2.every=8 or lamb.lr=0.01; without a name, as in every=8,
     of all methods that have it."""
-    run: str | None = None
+    run_dir: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
     """Directory of the comparison; runs/compare-<time> if not given. One that was interrupted goes
     on where it stopped."""
     only: str = ""
-    """Of the rates, run this one now and leave the others for later, with the same --run. The
-    fastest comes first: the others take its losses."""
+    """Of the rates, run this one now and leave the others for later, with the same --run-dir.
+    The fastest comes first: the others take its losses."""
     timeout: float = 60.0
     """Seconds without a sign of life after which a worker counts as lost."""
     json: bool = False
@@ -146,12 +147,11 @@ def parse(argv: Sequence[str], earlier: dict[str, Any] | None = None) -> Compare
     """Flags over --config over the settings of the comparison that goes on over the defaults."""
     file, rest = take_flag(list(argv), "--config")
     default = with_values(CompareConfig(), earlier or {})
-    if file:
+    if file is not None:
         default = with_values(default, read_toml(Path(file)), file)
-    config = tyro.cli(
+    config = parse_words(
         CompareConfig,
-        config=(tyro.conf.OmitArgPrefixes,),
-        args=_gathered(rest, "--set"),
+        rest,
         default=default,
         prog="thinwire compare",
         description="Train the same model under several methods on emulated links, side by side. "
@@ -172,8 +172,10 @@ def check(config: CompareConfig) -> None:
             raise UsageError(f"--{as_flag(name)} takes {_why(name, least)}, got {_of(race, name)}")
     if race.hosts > MOST_HOSTS:
         raise UsageError(f"--hosts takes 2 to {MOST_HOSTS}, got {race.hosts}")
-    if race.timeout <= 0:
-        raise UsageError(f"--timeout takes seconds > 0, got {race.timeout}")
+    for name, most in _MOST.items():
+        if getattr(race, name) > most:
+            raise UsageError(f"--{as_flag(name)} takes at most {most}, got {_of(race, name)}")
+    train_config.check_timeout(race.timeout)
     if race.seconds and config.optimizer.final_lr != 1.0:
         raise UsageError(
             f"--seconds leaves the number of steps open, but --final-lr {config.optimizer.final_lr}"
@@ -196,6 +198,7 @@ _LEAST = {
     "eval_windows": 1,
     "accumulate": 1,
 }
+_MOST = {"seeds": 1000, "evals": 1_000_000}
 
 
 def _why(name: str, least: int) -> str:
@@ -270,20 +273,3 @@ def _names(text: str, flag: str) -> list[str]:
 
 def _own(part: Any) -> list[tuple[str, Any]]:
     return [(f.name, getattr(part, f.name)) for f in fields(part)]
-
-
-def _gathered(argv: list[str], flag: str) -> list[str]:
-    """`--set A --set B C --set=D` as the one flag `--set A B C D`."""
-    values: list[str] = []
-    rest: list[str] = []
-    inside = False
-    for word in argv:
-        if word == flag or word.startswith(flag + "="):
-            inside = word == flag
-            values += [] if inside else [word.split("=", 1)[1]]
-        elif inside and not word.startswith("--"):
-            values.append(word)
-        else:
-            inside = False
-            rest.append(word)
-    return [*rest, flag, *values] if values else rest

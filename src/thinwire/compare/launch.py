@@ -2,7 +2,7 @@
 
 Exit codes: 0 when every method has run, 1 when one of them failed (the others are reported all the
 same), 2 for bad input, 130 or 143 when it was interrupted; what is there is reported then, and the
-same command with the same --run goes on.
+same command with the same --run-dir goes on.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire import files
+from thinwire import foreign_files as files
 from thinwire.compare import records
 from thinwire.compare.config import YARDSTICK, CompareConfig, parse
 from thinwire.compare.heat import Heat
@@ -33,14 +33,14 @@ from thinwire.report.race_display import RaceDisplay
 from thinwire.report.table import describe_checks
 from thinwire.text import printable
 from thinwire.train import checkpoint, run_directory
-from thinwire.train.config import CONFIG
+from thinwire.train.config import CONFIG, RUN_FLAGS
 from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag
-from thinwire.train.loop import preflight_parts
 from thinwire.train.metrics import MetricsTail, json_able, metrics_file
+from thinwire.train.preflight import preflight_parts
 from thinwire.train.task import Task
 
 _PATIENCE = Patience(interrupt=600.0)  # every method writes a checkpoint
-_MAY_CHANGE = {"run", "json", "timeout", "only"}  # when a comparison goes on
+_MAY_CHANGE = {"run", "run_dir", "json", "timeout", "only"}  # when a comparison goes on
 PAGE, TABLE, FIGURES = "report.html", "table.csv", "comparison.json"
 
 
@@ -48,11 +48,14 @@ def compare(argv: Sequence[str], worker: Sequence[str] = ()) -> int:
     """`worker` is the command that runs `heat.main` on every host, if not the usual one."""
     earlier = _of_earlier_run(list(argv))
     config = parse(argv, earlier)
-    run = Path(config.race.run or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    run = Path(
+        config.race.run_dir or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )
     if earlier is not None:
         _require_same_settings(flat_values(config), earlier, run)
     _require_usable(run)
-    task, _ = preflight_parts(config.of_method(YARDSTICK, config.race.seed))
+    yardstick = config.of_method(YARDSTICK, config.race.seed)
+    task, _ = preflight_parts(yardstick, methods=len(config.methods))
     console = Console(stderr=config.race.json)
     lock = run_directory.Lock(run)
     try:
@@ -110,7 +113,7 @@ class Launcher:
         if only and only != fastest and self._unfinished(fastest, first):
             raise UsageError(
                 f"--only {only}: it takes the losses of {fastest}, which has not been run to its "
-                f"end in {self._run}: run --only {fastest} first, with the same --run"
+                f"end in {self._run}: run --only {fastest} first, with the same --run-dir"
             )
         for number, (rate, seed) in enumerate(heats, start=1):
             while (methods := self._unfinished(rate, seed)) and only in ("", rate):
@@ -119,7 +122,7 @@ class Launcher:
                 if outcome.code > 128 and outcome.failed is None:
                     _say(
                         self._console,
-                        f"interrupted: the same command with --run {self._run} goes on",
+                        f"interrupted: the same command with --run-dir {self._run} goes on",
                     )
                     return outcome.code
                 if outcome.failed is not None:
@@ -219,10 +222,10 @@ class Launcher:
 
 def _of_earlier_run(argv: list[str]) -> dict[str, Any] | None:
     """The settings of the comparison that is to go on, where this command line names one."""
-    run, rest = take_flag(argv, "--run")
+    run, rest = take_flag(argv, *RUN_FLAGS)
     file, _ = take_flag(rest, "--config")
     if run is None and file is not None:
-        named = read_toml(Path(file)).get("run")
+        named = read_toml(Path(file)).get("run_dir")
         run = named if isinstance(named, str) else None
     if run is None or not (Path(run) / records.SETTINGS).exists():
         return None
@@ -233,7 +236,9 @@ def _of_earlier_run(argv: list[str]) -> dict[str, Any] | None:
 def _require_usable(run: Path) -> None:
     run_directory.require_writable(run)
     if (run / CONFIG).exists():
-        raise UsageError(f"{run} holds a run of thinwire train: name another directory with --run")
+        raise UsageError(
+            f"{run} holds a run of thinwire train: name another directory with --run-dir"
+        )
 
 
 def _require_same_settings(now: dict[str, Any], before: dict[str, Any], run: Path) -> None:
@@ -243,7 +248,7 @@ def _require_same_settings(now: dict[str, Any], before: dict[str, Any], run: Pat
             flag = as_flag(name)
             raise UsageError(
                 f"the comparison in {run} was made with --{flag} {before[name]}, this one has "
-                f"--{flag} {now[name]}: use the same, or name another directory with --run"
+                f"--{flag} {now[name]}: use the same, or name another directory with --run-dir"
             )
 
 

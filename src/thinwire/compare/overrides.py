@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from thinwire.command_line import spoken, value_of
 from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig, config_type
-from thinwire.train.flags import as_flag, leaves, spoken
+from thinwire.train.flags import as_flag, leaves
 from thinwire.train.methods import METHODS
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -96,25 +97,27 @@ def _no_such_setting(given: Override, owners: list[str]) -> UsageError:
 
 def _converted(given: Override, kind: Any) -> Any:
     try:
-        return _value(given.value, kind)
+        return _value(given, given.value, kind)
+    except UsageError:
+        raise
     except ValueError:
         raise UsageError(
             f"--set {given.word}: {as_flag(given.name)} takes {spoken(kind)}, got {given.value!r}"
         ) from None
 
 
-def _value(text: str, kind: Any) -> Any:
+def _value(given: Override, text: str, kind: Any) -> Any:
     """The text as a value of this type, or ValueError."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         some = next(option for option in inner if option is not NoneType)
-        return None if text.lower() == "none" else _value(text, some)
+        return None if text.lower() == "none" else _value(given, text, some)
     if origin is tuple:
-        return tuple(_value(part, inner[0]) for part in text.split(";"))
+        return tuple(_value(given, part, inner[0]) for part in text.split(";"))
     if origin is Literal:
         return inner[[str(choice) for choice in inner].index(text)]
     if kind is bool:
         if text.lower() not in _WORDS:
             raise ValueError(text)
         return _WORDS[text.lower()]
-    return kind(text)
+    return value_of(f"--set {given.word}: {as_flag(given.name)}", text, kind)

@@ -26,7 +26,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from thinwire import files
+from thinwire import foreign_files as files
 from thinwire.train.metrics import json_able, metrics_file
 
 Record = dict[str, Any]

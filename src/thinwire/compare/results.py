@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from thinwire import files
+from thinwire import foreign_files as files
 from thinwire.compare import records
 from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
 from thinwire.compare.course import Course

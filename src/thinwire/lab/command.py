@@ -4,9 +4,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.command_line import shown
 from thinwire.errors import UsageError
 from thinwire.lab.link import Link
-from thinwire.lab.network import Lab
+from thinwire.lab.network import MOST_WORKERS, Lab
+from thinwire.lab.units import parse_duration, parse_rate
 
 _OVERRIDES = ("rate", "up", "down", "delay", "jitter", "loss")
 
@@ -31,14 +33,22 @@ class LinkConfig:
     """A host that differs from the others, such as 2:up=10mbit,down=50mbit,delay=30ms."""
 
     def link(self) -> Link:
-        return Link.of(
-            self.rate,
-            up=self.up,
-            down=self.down,
-            delay=self.delay,
-            jitter=self.jitter,
-            loss=self.loss,
-        )
+        """Refuses by the name of the flag what no link can be."""
+        for name in ("rate", "up", "down", "delay", "jitter"):
+            value = getattr(self, name)
+            if value is not None:
+                _check(name, value)
+        try:
+            return Link.of(
+                self.rate,
+                up=self.up,
+                down=self.down,
+                delay=self.delay,
+                jitter=self.jitter,
+                loss=self.loss,
+            )
+        except UsageError as error:
+            raise UsageError(f"--{error}") from None
 
     def overrides(self, hosts: int) -> dict[int, Link]:
         return dict(self._override(text, hosts) for text in self.host)
@@ -46,11 +56,12 @@ class LinkConfig:
     def _override(self, text: str, hosts: int) -> tuple[int, Link]:
         number, colon, rest = text.partition(":")
         settings = dict(_setting(text, part) for part in rest.split(","))
-        if not colon or not number.isdigit():
+        if not colon or not (number.isascii() and number.isdigit()) or len(number) > 9:
             raise _bad(text)
         if int(number) >= hosts:
             raise UsageError(
-                f"host {text!r}: host {number} does not exist: there are {hosts}, counted from 0"
+                f"--host {shown(text)}: host {number} does not exist: there are {hosts}, counted "
+                "from 0"
             )
         rate = settings.get("rate")
         return int(number), Link.of(
@@ -76,9 +87,16 @@ class LabConfig(LinkConfig):
     """Of the loss and the jitter."""
 
     def lab(self) -> Lab:
-        if self.per_host < 1:
-            raise UsageError(f"per-host: got {self.per_host}, takes 1 or more")
+        if not 1 <= self.per_host <= MOST_WORKERS:
+            raise UsageError(f"--per-host takes 1 to {MOST_WORKERS}, got {self.per_host}")
         return Lab(self.hosts, self.link(), overrides=self.overrides(self.hosts), seed=self.seed)
+
+
+def _check(name: str, value: str) -> None:
+    try:
+        (parse_duration if name in ("delay", "jitter") else parse_rate)(value)
+    except UsageError as error:
+        raise UsageError(f"--{name}: {str(error).partition(': ')[2]}") from None
 
 
 def _setting(text: str, part: str) -> tuple[str, str]:
@@ -97,7 +115,7 @@ def _probability(text: str, value: str) -> float:
 
 def _bad(text: str) -> UsageError:
     return UsageError(
-        f"host: got {text!r}, takes a host's number and its settings "
+        f"--host: got {shown(text)}, takes a host's number and its settings "
         f"({', '.join(_OVERRIDES)}), such as 2:up=10mbit,delay=30ms"
     )
 

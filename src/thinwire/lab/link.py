@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from thinwire.errors import UsageError
 from thinwire.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
+LONGEST = 60.0  # s of delay; a check of the link takes some round trips
 SLOWEST = (
     64e3  # bit/s; below this a full packet takes a fifth of a second and nothing is measurable
 )
@@ -45,8 +46,8 @@ class Link:
                 )
         for name in ("delay", "jitter"):
             seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise UsageError(f"{name}: got {seconds} s, takes 0 or more")
+            if not 0 <= seconds <= LONGEST:
+                raise UsageError(f"{name}: got {seconds:g} s, takes 0 to {LONGEST:g} s")
         if self.jitter > self.delay:
             raise UsageError(
                 f"jitter: got {format_duration(self.jitter)}, takes at most the delay, "

@@ -2,6 +2,7 @@
 
 import re
 
+from thinwire.command_line import shown
 from thinwire.errors import UsageError
 
 _NUMBER = r"\s*(\d+(?:\.\d*)?|\.\d+)\s*"
@@ -19,7 +20,7 @@ def parse_rate(text: str) -> float:
     match = _RATE.fullmatch(text)
     if match is None or float(match[1]) == 0:
         raise UsageError(
-            f"rate: got {text!r}, takes a number above zero with kbit, mbit or gbit, "
+            f"rate: got {shown(text)}, takes a number above zero with kbit, mbit or gbit, "
             "such as 100mbit or 1.5Gbit/s"
         )
     return float(match[1]) * _BITS[match[2].lower()]
@@ -32,7 +33,8 @@ def parse_duration(text: str) -> float:
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"duration: got {text!r}, takes 0 or a number with us, ms or s, such as 10ms or 1.5s"
+            f"duration: got {shown(text)}, takes 0 or a number with us, ms or s, such as 10ms or "
+            "1.5s"
         )
     return float(match[1]) * _SECONDS[match[2].lower()]
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from thinwire.files import write
+from thinwire.foreign_files import write
 from thinwire.report.comparison import Cell, Comparison
 from thinwire.report.comparison_table import columns, legend, notes
 from thinwire.report.figures import figures, style
@@ -193,7 +193,7 @@ def _table(comparison: Comparison, rate: str) -> str:
 
 
 def _settings(comparison: Comparison) -> str:
-    hidden = {"run", "json", "timeout", "methods", "set", "only"}
+    hidden = {"run", "run_dir", "json", "timeout", "methods", "set", "only"}
     common = {
         k: v for k, v in comparison.settings.items() if k not in hidden and v not in (None, [])
     }

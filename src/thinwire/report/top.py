@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from thinwire import files
+from thinwire import foreign_files as files
 from thinwire.errors import UsageError
 from thinwire.report.plain import plain
 from thinwire.wire.account import format_bytes

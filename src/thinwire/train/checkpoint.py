@@ -16,28 +16,32 @@
 names needs more: the old one waits as step-N.old while the new one takes its name, and a reader who
 finds no step-N takes step-N.old.
 
-The directory must be one that all ranks see. A rank that fails leaves the others in the barrier,
-whose timeout ends them.
+The directory must be one that all ranks see. A rank that cannot write tells the others where they
+would have met (`tell`): all of them refuse with its words, `latest` names what it named before, and
+the leader takes the half checkpoint away.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 import thinwire
-from thinwire.errors import UsageError
+from thinwire.errors import StorageError, UsageError
+from thinwire.files import load_json, read_bytes, storage_error
+from thinwire.train.model_identity import check_model, describe_model
 from thinwire.train.storage import (
     METADATA,
+    MOST_METADATA,
     DamagedError,
     read_entries,
     read_metadata,
@@ -61,7 +65,8 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "thinwire.json"
-_STEP_NAME = re.compile(r"step-\d{8,}")
+_STEP_NAME = re.compile(r"step-[0-9]{8,18}")
+_MOST_REPLICAS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,38 +107,82 @@ def save(
     barrier: Callable[[], None],
     leader: bool,
     keep: int = 2,
+    tell: Callable[[str], list[str]] | None = None,
+    new: bool = True,
 ) -> Path:
     """Write a checkpoint below the run's directory; all ranks call it, one of them as the leader.
 
     `shared` and `private` are nested dicts, lists and tuples of tensors and JSON values; `meta` is
     JSON. See [Note: order of a save]. When it returns, the checkpoint is whole and `latest` names
-    it, on every rank.
+    it, on every rank. `tell` is a barrier to which every rank brings a line (empty if all is well)
+    and from which it takes those of all; without it a rank that fails raises on its own. `new`
+    lets the directory be made; a run's own that is not there was removed under it.
     """
     if keep < 1:
         raise UsageError(f"at least one checkpoint must be kept, got keep={keep}")
     root = Path(directory) / "checkpoints"
     final = root / f"step-{step:08d}"
     draft = root / f"{final.name}.tmp"
-    if leader:
-        root.mkdir(parents=True, exist_ok=True)
-        sync_directory(root.parent)
-        _tidy(root)
-    _reached("tidied")
-    barrier()
-    if leader:
-        write_entries(draft / "shared", flatten(shared))
-        _reached("shared written")
-    write_entries(draft / _part(replica), flatten(private))
-    _reached("private written")
-    barrier()
-    if leader:
-        _write_manifest(draft, step, replicas, meta)
-        _reached("manifest written")
-        _commit(root, draft, final)
-        _prune(root, step, keep)
-        _reached("pruned")
-    barrier()
+
+    def begin() -> None:
+        if leader:
+            _make_root(root, new)
+            _tidy(root)
+        _reached("tidied")
+
+    def write() -> None:
+        if leader:
+            write_entries(draft / "shared", flatten(shared))
+            _reached("shared written")
+        write_entries(draft / _part(replica), flatten(private))
+        _reached("private written")
+
+    def commit() -> None:
+        if leader:
+            _write_manifest(draft, step, replicas, meta)
+            _reached("manifest written")
+            _commit(root, draft, final)
+            _prune(root, step, keep)
+            _reached("pruned")
+
+    try:
+        for phase in (begin, write, commit):
+            _together(phase, draft, barrier, tell)
+    except StorageError:
+        if leader and root.is_dir():
+            with suppress(OSError):
+                _remove(draft)  # it may be what fills the disk
+        raise
     return final
+
+
+def _together(
+    phase: Callable[[], None],
+    draft: Path,
+    barrier: Callable[[], None],
+    tell: Callable[[str], list[str]] | None,
+) -> None:
+    """A phase of a save, and a meeting after it; what the disk refuses to one ends all."""
+    problem: StorageError | None = None
+    try:
+        phase()
+    except OSError as error:
+        problem = storage_error(draft, error)
+    if tell is None:
+        if problem is not None:
+            raise problem
+        barrier()
+        return
+    for rank, text in enumerate(tell("" if problem is None else str(problem))):
+        if text:
+            raise problem or StorageError(f"worker {rank}: {text}")
+
+
+def _make_root(root: Path, new: bool) -> None:
+    if not new and not root.parent.is_dir():  # made anew, it would hold half a run
+        raise FileNotFoundError(errno.ENOENT, f"{root.parent} is gone")
+    root.mkdir(parents=True, exist_ok=True)
+    sync_directory(root.parent)
 
 
 def load(path: str | Path, *, replica: int, keys: Collection[str] | None = None) -> Loaded:
@@ -158,7 +207,7 @@ def load(path: str | Path, *, replica: int, keys: Collection[str] | None = None)
 def latest(directory: str | Path) -> Path | None:
     """The newest whole checkpoint of a run, None where there is none yet."""
     root = Path(directory) / "checkpoints"
-    return _named_by_latest(root) if (root / "latest").exists() else None
+    return _named_by_latest(root) if os.path.lexists(root / "latest") else None
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -166,7 +215,7 @@ def read_manifest(path: str | Path) -> Manifest:
     checkpoint = _find(Path(path))
     file = checkpoint / MANIFEST
     try:
-        content = json.loads(file.read_bytes())
+        content = load_json(read_bytes(file, MOST_METADATA))
         written, body = content["crc32"], content["body"]
         if written != _checksum(body):
             raise ValueError("its checksum differs")
@@ -175,46 +224,33 @@ def read_manifest(path: str | Path) -> Manifest:
                 f"{checkpoint} has format {body['format']}, made by thinwire {body['thinwire']}; "
                 f"this is thinwire {thinwire.__version__}, which reads up to {FORMAT}: upgrade it"
             )
-        return Manifest(checkpoint, body["step"], body["replicas"], body["meta"], body["parts"])
+        return _manifest_of(checkpoint, body)
     except UsageError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot read the checkpoint {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"cannot read the checkpoint {file}: {error.strerror}; use another one of "
+            f"{checkpoint.parent}"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(checkpoint, f"{file.name} is garbled ({error})") from None
 
 
-def describe_model(model: nn.Module) -> dict[str, list[int]]:
-    """Names and shapes of the parameters; keep it in meta["parameters"] for `check_model`."""
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def check_model(
-    meta: Mapping[str, Any], model: nn.Module, settings: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse the checkpoint of another model: names the first difference that is found.
-
-    Compares meta["model"] with `settings` (heads, for one, leave no trace in the shapes), then
-    meta["parameters"] with the parameters of `model`.
-    """
-    saved = meta.get("model", {})
-    for key, value in (settings or {}).items():
-        if key not in saved or saved[key] != value:
-            _refuse_model(f"{key} is {saved.get(key)!r} there and {value!r} here")
-    before, now = meta.get("parameters", {}), describe_model(model)
-    for name in [*now, *before]:
-        if name not in before or name not in now:
-            place = "here" if name in now else "there"
-            _refuse_model(f"the parameter {name} exists {place} only")
-        if before[name] != now[name]:
-            _refuse_model(f"{name} has the shape {before[name]} there and {now[name]} here")
-
-
-def _refuse_model(difference: str) -> None:
-    raise UsageError(
-        f"the checkpoint is of another model: {difference}; "
-        "use the settings it was made with, or another run directory"
-    )
+def _manifest_of(checkpoint: Path, body: dict[str, Any]) -> Manifest:
+    """ValueError where a figure is none that a save has written."""
+    step, replicas, meta, parts = (body[key] for key in ("step", "replicas", "meta", "parts"))
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step {step!r:.40}")
+    named = _STEP_NAME.match(checkpoint.name)
+    if named is not None and int(named[0].removeprefix("step-")) != step:
+        raise ValueError(f"it is of step {step}, not of that in its directory's name")
+    if type(replicas) is not int or not 0 < replicas <= _MOST_REPLICAS:
+        raise ValueError(f"{replicas!r:.40} replicas")
+    if not isinstance(meta, dict) or not isinstance(parts, dict):
+        raise ValueError("meta and parts by name are missing")
+    if set(parts) != {"shared", *map(_part, range(replicas))}:
+        raise ValueError(f"its parts are not those of {replicas} replicas")
+    return Manifest(checkpoint, step, replicas, meta, parts)
 
 
 # Writing
@@ -304,7 +340,9 @@ def _remove(path: Path) -> None:
     """Remove a directory such that no half of it ever carries the name of a checkpoint."""
     gone = path.with_suffix(".gone")
     shutil.rmtree(gone, ignore_errors=True)  # left by an earlier kill
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         path.rename(gone)
         shutil.rmtree(gone)
 
@@ -326,7 +364,12 @@ def _find(path: Path) -> Path:
 
 
 def _named_by_latest(root: Path) -> Path:
-    name = (root / "latest").read_bytes().decode("utf-8", "replace").strip()
+    try:
+        name = read_bytes(root / "latest", 100).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {root / 'latest'}: {error.strerror}; pass one of {root}/step-*"
+        ) from None
     if not _STEP_NAME.fullmatch(name):
         raise UsageError(
             f"{root / 'latest'} is garbled: it should name a step; pass one of {root}/step-*"
@@ -340,7 +383,7 @@ def _named_by_latest(root: Path) -> Path:
 def _read_part(manifest: Manifest, part: str, keys: Collection[str] | None) -> dict[str, Any]:
     path = manifest.path / part
     try:
-        if zlib.crc32((path / METADATA).read_bytes()) != manifest.parts[part]:
+        if zlib.crc32(read_bytes(path / METADATA, MOST_METADATA)) != manifest.parts[part]:
             raise DamagedError(f"{part}/{METADATA} has changed since it was written")
         metadata = read_metadata(path)
         entries = read_entries(path, metadata, [DOCUMENT])
@@ -350,7 +393,7 @@ def _read_part(manifest: Manifest, part: str, keys: Collection[str] | None) -> d
         raise _corrupt(manifest.path, f"{part}/{METADATA}: {error.strerror}") from None
     except DamagedError as error:
         raise _corrupt(manifest.path, str(error)) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise _corrupt(manifest.path, f"{part} does not fit its document ({error})") from None
 
 

@@ -5,20 +5,23 @@ flat (`--steps`, not `--loop.steps`), and a TOML file has the same names with no
 of the chosen method are among them: `thinwire train --method average --help` lists its own.
 
 A flag beats the file named by --config, that beats - with --resume - the settings the run was made
-with, and those beat the defaults: `thinwire train --run DIR --resume` says all there is to say.
+with, and those beat the defaults: `thinwire train --run-dir DIR --resume` says all there is to say.
 """
 
 import json
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from thinwire.command_line import parse_words
 from thinwire.errors import UsageError
+from thinwire.files import MOST_SETTINGS, load_json, read_bytes
 from thinwire.lab.command import LinkConfig
 from thinwire.train.adversary import AdversaryConfig
 from thinwire.train.data import DataConfig
@@ -53,11 +56,12 @@ class LoopConfig:
     """Steps between checkpoints; 0 writes one at the end only (and at SIGTERM or Ctrl-C)."""
     keep: int = 2
     """Checkpoints kept."""
-    run: str | None = None
-    """Directory of the run; runs/<method>-<time> if not given. All ranks must see it."""
+    run_dir: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
+    """Directory of the run; runs/<method>-<time> if not given. All ranks must see it. --run is the
+    same, but not under torchrun, which takes that for a flag of its own."""
     resume: bool = False
-    """Continue the run in --run from its latest checkpoint, with its settings where no other are
-    given."""
+    """Continue the run in --run-dir from its latest checkpoint, with its settings where no other
+    are given."""
     noise_scale: Literal["auto", "on", "off"] = "auto"
     """Estimate the gradient noise scale: beyond which batch more replicas no longer pay. auto does
     so where it can: methods that average gradients exactly, any other with --accumulate 2 or more.
@@ -113,24 +117,29 @@ class TrainConfig:
 
 
 CONFIG = "config.json"  # in a run's directory: its settings by flag name
+_EARLIER = f"the run's {CONFIG}"
+CHECKSUM = "checksum"  # of all others in it
+TIMEOUTS = (0.1, 1e7)  # s
+RUN_FLAGS = ("--run-dir", "--run_dir", "--run")
 _PLACE = {"workers", "replicas", "lab", *(f.name for f in fields(LinkConfig))}
 
 
 def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
     """Flags over --config over the resumed run's settings over the defaults; checked."""
     file, rest = take_flag(list(argv), "--config")
-    given = read_toml(Path(file)) if file else {}
+    given = read_toml(Path(file)) if file is not None else {}
     earlier = _of_resumed_run(rest, given)
     method, _ = take_flag(list(rest), "--method")
     name = method or str(given.get("method", earlier.get("method", TrainConfig.method)))
     kind = config_type(name)
     default = with_values(kind(), dict(find_method(name).defaults))
-    default = with_values(default, earlier)
+    # Another method's settings may have these names and other types; that method is refused later.
+    same = earlier.get("method", name) == name
+    default = with_values(default, earlier, _EARLIER if same else "", others=True)
     default = with_values(default, given, file or "")
-    config = tyro.cli(
+    config = parse_words(
         kind,
-        config=(tyro.conf.OmitArgPrefixes,),
-        args=rest,
+        rest,
         default=default,
         prog=prog,
         description="Train a model. --config FILE.toml reads the same settings from a file.",
@@ -163,10 +172,7 @@ def check(config: TrainConfig) -> None:
     for name, least in _LEAST.items():
         if values[name] < least:
             raise UsageError(f"--{as_flag(name)} takes a number >= {least}, got {values[name]}")
-    if config.loop.seed >= 2**63:
-        raise UsageError(f"--seed takes a number below 2**63, got {config.loop.seed}")
-    if config.place.timeout <= 0:
-        raise UsageError(f"--timeout takes seconds > 0, got {config.place.timeout}")
+    check_timeout(config.place.timeout)
     if not config.place.lab and config.network != LinkConfig():
         changed = next(
             f.name
@@ -174,8 +180,8 @@ def check(config: TrainConfig) -> None:
             if getattr(config.network, f.name) != getattr(LinkConfig(), f.name)
         )
         raise UsageError(f"--{changed} shapes emulated links: add --lab to run in the lab")
-    if config.loop.resume and not config.loop.run:
-        raise UsageError("--resume continues an earlier run: name its directory with --run")
+    if config.loop.resume and not config.loop.run_dir:
+        raise UsageError("--resume continues an earlier run: name its directory with --run-dir")
     method = find_method(config.method)
     with world.trial():
         method.check(config.settings)
@@ -194,6 +200,15 @@ def check(config: TrainConfig) -> None:
     replicas = _workers(config) // (config.model.shards * config.pipeline.stages)
     method.fits(config.settings, max(1, replicas))
     _check_noise_scale(config, method.averages(config.settings), replicas)
+
+
+def check_timeout(seconds: float) -> None:
+    """Shorter ones lose peers that are well, and clocks do not count longer ones."""
+    least, most = TIMEOUTS
+    if not least <= seconds <= most:
+        raise UsageError(
+            f"--timeout takes seconds > 0, from {least:g} to {most:g}, got {seconds:g}"
+        )
 
 
 def _workers(config: TrainConfig) -> int:
@@ -280,16 +295,44 @@ def config_type(method: str) -> type[TrainConfig]:
 
 def _of_resumed_run(argv: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be continued, where this command line says which."""
-    run = take_flag(argv, "--run")[0] or given.get("run")
+    run = take_flag(argv, *RUN_FLAGS)[0] or given.get("run_dir")
     if not isinstance(run, str) or not ("--resume" in argv or given.get("resume") is True):
         return {}
-    path = Path(run) / CONFIG
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the settings in {path}: {error}") from None
+    content = _read_settings(Path(run))
     # Whoever has started this worker has also decided where it runs.
-    other = {"run", "resume"} | (_PLACE if "RANK" in os.environ else set())
+    other = {"run", "run_dir", "resume"} | (_PLACE if "RANK" in os.environ else set())
     return {name: value for name, value in content.items() if name not in other}
+
+
+def _read_settings(run: Path) -> dict[str, Any]:
+    """What is in a run's config.json; empty where there is no run to continue at all, which is
+    refused elsewhere."""
+    path = run / CONFIG
+    try:
+        content = load_json(read_bytes(path, MOST_SETTINGS))
+    except FileNotFoundError:
+        if (run / "checkpoints" / "latest").is_file():
+            raise UsageError(
+                f"{path} is missing, which has the settings of the run: put it back, or write {{}} "
+                "into it to continue with the defaults and the flags given"
+            ) from None
+        return {}
+    except OSError as error:
+        raise UsageError(f"cannot read the settings in {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"cannot read the settings in {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no settings by name: put back what the run has written")
+    if CHECKSUM in content and content != with_checksum(content):
+        raise UsageError(
+            f"{path} has changed since the run wrote it: put it back; or, if the change was meant, "
+            f"remove its line {CHECKSUM!r}"
+        )
+    return content
+
+
+def with_checksum(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are written: damage to a digit would change the run without a word."""
+    rest = {name: value for name, value in settings.items() if name != CHECKSUM}
+    text = json.dumps(rest, sort_keys=True)
+    return {**rest, CHECKSUM: f"{zlib.crc32(text.encode()):08x}"}

@@ -19,7 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from thinwire.command_line import shown
 from thinwire.errors import UsageError
+from thinwire.train.available import available
 from thinwire.train.data import DataConfig, Tokens, Windows
 
 # Folders and files of the standard library that are no library text, or that differ between two
@@ -66,12 +68,15 @@ def load_corpus(config: DataConfig) -> Corpus:
         return _text_corpus(config, _matches(pattern))
     if kind == "tokens" and pattern:
         return _token_corpus(config, _matches(pattern))
-    raise UsageError(f"--data takes stdlib, files:GLOB, tokens:GLOB or digits, got {config.data!r}")
+    raise UsageError(
+        f"--data takes stdlib, files:GLOB, tokens:GLOB or digits, got {shown(config.data)}"
+    )
 
 
 def _text_corpus(config: DataConfig, files: list[tuple[str, Path]]) -> Corpus:
     if config.vocab is not None:
         raise UsageError("--vocab is for tokens:GLOB; text brings its own vocabulary")
+    _require_room(config, files)
     encoder = _encoder(config.tokenizer)
     documents = [_Document(name, encoder.encode(_read(path))) for name, path in files]
     train, validation = _split(config, documents)
@@ -154,11 +159,24 @@ def _matches(pattern: str) -> list[tuple[str, Path]]:
     fixed = Path(pattern).parent
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
-    paths = [Path(found) for found in glob.glob(pattern, recursive=True)]
+    try:
+        paths = [Path(found) for found in glob.glob(pattern, recursive=True)]
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--data: cannot look for {shown(pattern)}: {error!s:.100}") from None
     files = [(p.relative_to(fixed).as_posix(), p) for p in paths if p.is_file()]
     if not files:
-        raise UsageError(f"--data: no file matches {pattern!r} (from {Path.cwd()})")
+        raise UsageError(f"--data: no file matches {shown(pattern)} (from {Path.cwd()})")
     return sorted(files)
+
+
+def _require_room(config: DataConfig, files: list[tuple[str, Path]]) -> None:
+    """Text is held in memory: once as it is read, once joined."""
+    total, there = sum(path.stat().st_size for _, path in files), available()
+    if there is not None and 2 * total > there:
+        raise UsageError(
+            f"--data {config.data} has {total / 1e9:.3g} GB of text, which takes twice that, and "
+            f"this machine has {there / 1e9:.3g} GB of memory free: use fewer files, or tokens:GLOB"
+        )
 
 
 def _read(path: Path) -> bytes:

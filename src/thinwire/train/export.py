@@ -7,8 +7,11 @@ lists what shares what.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.errors import UsageError
+from thinwire.files import storage_error
 from thinwire.train import checkpoint
 from thinwire.train.models import Stack
 from thinwire.train.rebuild import model_from_settings
@@ -29,6 +33,8 @@ Weights = dict[str, Tensor]
 def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
     """Write the model of a run (its latest checkpoint) or of one checkpoint to the file `out`."""
     out = Path(out)
+    if len(out.name) > 200:
+        raise UsageError(f"--out {out.name[:60]}...: a file's name has at most 200 characters")
     if out.is_dir() or (out.exists() and not force):
         raise UsageError(f"{out} exists already; choose another name or pass --force")
     if not out.parent.is_dir():
@@ -36,9 +42,7 @@ def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
     manifest = checkpoint.read_manifest(source)
     if "model" not in manifest.meta:
         raise UsageError(f"the checkpoint {manifest.path} does not say which model it is of")
-    unused = manifest.meta.get("training_only", [])
-    kept = {name: t for name, t in _mean_weights(manifest).items() if name not in unused}
-    weights, tied = _untie(kept)
+    weights, tied = _exported(manifest)
     header = {
         "format": "pt",  # what other readers of safetensors look for
         "thinwire": thinwire.__version__,
@@ -46,10 +50,45 @@ def export(source: str | Path, out: str | Path, *, force: bool = False) -> Path:
         "model": json.dumps(manifest.meta["model"]),
         "tied": json.dumps(tied),
     }
-    draft = out.with_name(f"{out.name}.tmp")
-    save_file(weights, draft, metadata=header)
-    os.replace(draft, out)
+    _write(out, weights, header)
     return out
+
+
+def _exported(manifest: checkpoint.Manifest) -> tuple[Weights, dict[str, str]]:
+    try:
+        unused = manifest.meta.get("training_only", [])
+        kept = {name: t for name, t in _mean_weights(manifest).items() if name not in unused}
+        return _untie(kept)
+    except UsageError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as e:
+        cause = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        raise UsageError(
+            f"the checkpoint {manifest.path} holds no model as it says it does ({cause}); use "
+            f"another one of {manifest.path.parent}"
+        ) from None
+
+
+def _write(out: Path, weights: Weights, header: dict[str, str]) -> None:
+    """Beside it first: a file of this name is whole."""
+    draft = out.with_name(f"{out.name}.tmp")
+    try:
+        draft.unlink(missing_ok=True)
+        save_file(weights, draft, metadata=header)
+        os.replace(draft, out)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise storage_error(out, _as_os_error(error)) from error
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """safetensors gives the operating system's number in its text: "(os error 28)"."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"os error (\d+)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number))
 
 
 def load_exported(path: str | Path) -> Stack:

@@ -5,7 +5,8 @@ worker. Otherwise it starts the workers - in the lab if asked to, on loopback if
 same command line, and shows what they write.
 
 Exit codes: 0 when all steps are done; 128 + the signal (130 or 143) when the run was asked to stop
-and wrote a checkpoint; 2 for bad input; 1, or 128 + the signal that killed a worker, for a failure.
+and wrote a checkpoint; 2 for bad input; 3 where a file could not be written; 1, or 128 + the signal
+that killed a worker, for a failure.
 """
 
 import os
@@ -25,8 +26,8 @@ from thinwire.report.live import Display
 from thinwire.report.table import print_checks, print_summary
 from thinwire.train import checkpoint, run_directory
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.loop import preflight
 from thinwire.train.metrics import MetricsTail, metrics_file
+from thinwire.train.preflight import preflight
 from thinwire.train.worker import run_worker
 
 # Not `-m thinwire`: that would let a random.py in the working directory stand in for Python's own.
@@ -83,7 +84,7 @@ class _Launcher:
         self._run = run_directory.choose(config)
         root = str(Path(str(thinwire.__file__)).parents[1])
         self._command = [sys.executable, "-c", _ENTRY.format(root=root)]
-        self._command += ["train", *argv, "--run", str(self._run)]
+        self._command += ["train", *argv, "--run-dir", str(self._run)]
         self._errors: dict[str, str] = {}  # the one line of each worker that has refused or failed
         self._shown: deque[str] = deque(maxlen=KEPT)
 
@@ -165,9 +166,15 @@ def _report(run: Path, summary: dict[str, Any]) -> int:
 
 
 def _ways_on(run: Path) -> str:
-    if checkpoint.latest(run) is None:
+    try:
+        found = checkpoint.latest(run)
+    except UsageError as error:
+        return str(error)
+    if found is None:
         return f"no checkpoint has been written to {run}"
-    return f"continue with: thinwire train --run {run} --resume"
+    if "RANK" in os.environ and run_directory.LAUNCHED not in os.environ:
+        return f"continue with: the same command on all machines, --run-dir {run} --resume added"
+    return f"continue with: thinwire train --run-dir {run} --resume"
 
 
 def _exit_code(summary: dict[str, Any]) -> int:

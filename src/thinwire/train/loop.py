@@ -3,8 +3,8 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,23 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import UsageError
+from thinwire.errors import ThinwireError, UsageError
 from thinwire.optim import ConcurrentAdversarial
-from thinwire.train import checkpoint, run_directory
+from thinwire.train import checkpoint
 from thinwire.train.adversary import AnnouncedBatches
 from thinwire.train.config import TrainConfig
 from thinwire.train.methods import find_method
-from thinwire.train.metrics import MetricsWriter, Record, require_tensorboard
+from thinwire.train.metrics import MetricsWriter, Record
 from thinwire.train.models import Stack
 from thinwire.train.noise_meter import NoiseMeter, find_noise_meter
-from thinwire.train.optimizers import build_optimizer, learning_rate, try_optimizer
+from thinwire.train.optimizers import build_optimizer, learning_rate
 from thinwire.train.order import Batches, Pair
-from thinwire.train.pipelining import cut_model
+from thinwire.train.preflight import check_resumed, identity, position_of
 from thinwire.train.pulse import PERIOD, Pulse
 from thinwire.train.replica import Replica
 from thinwire.train.sharding import make_mesh, shard_model
 from thinwire.train.task import Task
-from thinwire.train.tasks import find_task
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Group, Wire
 from thinwire.wire.world import World
@@ -69,6 +68,7 @@ class Trainer:
         self.found: dict[str, float] = {}  # by the latest evaluation
         self._evaluated = self._saved = 0  # the steps at which that was done last
         self._acknowledged = False
+        self._unproven = False  # whether no step has been taken with what a checkpoint held
         self.notice: Callable[[str], None] = lambda text: None
         """Where a line for the user goes."""
 
@@ -108,7 +108,7 @@ class Trainer:
         while self.step < end:
             if not signum:  # a run that was asked to stop does what is due once it is resumed
                 self._between_steps(metrics)
-            metrics.write(self.train_step())
+            metrics.write(self._first_or_next_step())
             asked = self.pulse.beat(self.step, self.own_loss(), self.norm)
             if asked and not signum:
                 signum, end = asked, self.earliest_stop()
@@ -120,6 +120,13 @@ class Trainer:
             metrics.write(self.evaluate())
         self.save()
         return self._summary(signal.Signals(signum).name if stopped else None)
+
+    def _first_or_next_step(self) -> Record:
+        if not self._unproven:
+            return self.train_step()
+        self._unproven = False
+        with self._fitting():
+            return self.train_step()
 
     def earliest_stop(self) -> int:
         """The step after which a run that is asked to stop now can."""
@@ -202,20 +209,54 @@ class Trainer:
             barrier=self.control.barrier,
             leader=self.world.rank == 0,
             keep=self.config.loop.keep,
+            tell=self._tell,
+            new=False,
         )
         self._saved = self.step
 
+    def _tell(self, text: str) -> list[str]:
+        said = self.control.gather_bytes(text.encode("utf-8", "replace"))
+        return [line.decode("utf-8", "replace") for line in said]
+
     def resume(self) -> None:
+        """Takes up the latest checkpoint; what does not fit this run is refused by name."""
+        self.take_up(self.read_checkpoint())
+
+    def read_checkpoint(self) -> checkpoint.Loaded:
+        """The latest checkpoint, checked as far as one can without using it."""
         loaded = checkpoint.load(self.run, replica=self.world.rank)
-        _check_resumed(loaded.meta, self._meta(), self.whole, self.run)
+        check_resumed(loaded.meta, self._meta(), self.whole, self.run)
+        return loaded
+
+    def take_up(self, loaded: checkpoint.Loaded) -> None:
+        with self._fitting():
+            self._take_up(loaded)
+        self._unproven = True
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """Around what uses a checkpoint's state: a checksum says that it is what was written, not
+        that it is a state of ours."""
+        try:
+            yield
+        except ThinwireError:
+            raise
+        except Exception as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UsageError(
+                f"the checkpoint {checkpoint.latest(self.run)} does not fit this run ({cause}); "
+                f"use another one of {self.run / 'checkpoints'}, or start a new run"
+            ) from error
+
+    def _take_up(self, loaded: checkpoint.Loaded) -> None:
         same = loaded.replicas == self.world.size
         shared, private = loaded.shared, loaded.private
         common = private if self.members > 1 else shared
         self._restore_traffic(private["accounts"])  # flights that are taken up count from here
         self.replica.load_state(common, private, same_replicas=same)
         self._restore_traffic(private["accounts"])
-        self.batches.position = shared["position"]
-        self.seconds = shared["seconds"]
+        self.batches.position = position_of(shared)
+        self.seconds = float(shared["seconds"])
         self._evaluated, self.found = shared["evaluated"]
         if self.noise is not None and private["noise"]:
             self.noise.load_state(private["noise"])
@@ -377,59 +418,10 @@ class Trainer:
 
     def _meta(self) -> dict[str, Any]:
         return {
-            **_identity(self.config, self.task, self.whole),
+            **identity(self.config, self.task, self.whole),
             "parameters": checkpoint.describe_model(self.whole),
             "shards": self.config.model.shards,
         }
-
-
-def preflight(config: TrainConfig, run: Path) -> Task:
-    """Everything that can be refused before a worker is started or a file is written."""
-    run_directory.check(config, run)
-    if config.loop.tensorboard:
-        require_tensorboard()
-    task, model = preflight_parts(config)
-    if config.loop.resume:
-        meta = checkpoint.read_manifest(run).meta
-        _check_resumed(meta, _identity(config, task, model), model, run)
-    return task
-
-
-def preflight_parts(config: TrainConfig) -> tuple[Task, Stack]:
-    """What can be refused of the optimizer, the data and the model; the model has no weights."""
-    try_optimizer(config.optimizer, config.loop.steps)
-    task = find_task(config)
-    with torch.device("meta"):
-        model = task.build_model()
-    if config.pipeline.stages > 1:
-        cut_model(model, config.pipeline)
-    return task, model
-
-
-def _identity(config: TrainConfig, task: Task, model: Stack) -> dict[str, Any]:
-    """What makes a checkpoint one of this run and no other."""
-    return {**task.identity(model), "settings": config.kept()}
-
-
-def _check_resumed(
-    meta: Mapping[str, Any], now: Mapping[str, Any], model: Stack, run: Path
-) -> None:
-    """Refuses a checkpoint that this run would not continue, naming the difference."""
-    checkpoint.check_model(meta, model, now["model"])
-    saved = meta.get("settings", {})
-    for name in [*now["settings"], *saved]:
-        before, after = saved.get(name), now["settings"].get(name)
-        if before != after:
-            flag = name.replace("_", "-")
-            raise UsageError(
-                f"the run in {run} was made with --{flag} {before}, this one has --{flag} {after}; "
-                "use the same, or start a new run"
-            )
-    if meta.get("corpus") != now["corpus"]:
-        raise UsageError(
-            f"the run in {run} has read other data (--data {meta.get('data')}) than this one would "
-            f"(--data {now['data']}), or the files have changed; use the same, or start a new run"
-        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -11,16 +11,20 @@ left out; `noise_scale` and its standard error `noise_scale_error`, in the task'
 where the run measures them (noise_meter.py).
 """
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from thinwire.errors import UsageError
+from thinwire.files import create, load_json, open_plain, writing
 
 Record = dict[str, Any]
+_LONGEST = 1 << 20  # bytes of a line; ours have some hundred
 
 
 def metrics_file(run: Path, rank: int) -> Path:
@@ -31,23 +35,38 @@ class MetricsWriter:
     """Writes this rank's records, and hands each to `also` (a display, TensorBoard)."""
 
     def __init__(self, run: Path, rank: int, *, resume_step: int | None = None) -> None:
-        path = metrics_file(run, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self._path = metrics_file(run, rank)
         # A new file takes the old one's place: MetricsTail tells them apart by that.
         aside = path.with_suffix(".tmp")
-        aside.write_text("" if resume_step is None else _lines_until(path, resume_step))
-        aside.replace(path)
-        self._file: TextIO = path.open("a")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = create(aside)
+            for line in () if resume_step is None else _lines_until(path, resume_step):
+                file.write(line)
+            file.flush()
+            aside.replace(path)
+        self._file = file.detach()  # no buffer: what the disk refuses is not tried again at exit
         self.also: list[Callable[[Record], None]] = []
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({k: json_able(v) for k, v in record.items()}) + "\n")
-        self._file.flush()
+        line = json.dumps({k: json_able(v) for k, v in record.items()}) + "\n"
+        with writing(self._path):
+            self._require_name()
+            rest = memoryview(line.encode())
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
         for listener in self.also:
             listener(record)
 
+    def _require_name(self) -> None:
+        """A file that was removed takes every byte and keeps none: so a run whose directory is gone
+        ends at its next step and not at its next checkpoint."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "the file was removed")
+
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 class MetricsTail:
@@ -66,7 +85,11 @@ class MetricsTail:
     def read(self) -> Iterator[Record]:
         if _identity(self._path) in (None, self._earlier):
             return
-        with self._path.open("rb") as file:
+        try:
+            file = open_plain(self._path)
+        except OSError:
+            return  # it is gone: the writer will say so
+        with file:
             file.seek(self._place)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -86,13 +109,16 @@ def tensorboard_listener(run: Path, step: int) -> Callable[[Record], None]:
     from torch.utils.tensorboard import SummaryWriter
 
     # What a run that was resumed further back had written after `step` is hidden.
-    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+    folder = run / "tensorboard"
+    with writing(folder):
+        writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def listen(record: Record) -> None:
-        for name, value in record.items():
-            if name not in ("kind", "step"):
-                writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-        writer.flush()
+        with writing(folder):
+            for name, value in record.items():
+                if name not in ("kind", "step"):
+                    writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            writer.flush()
 
     return listen
 
@@ -103,18 +129,27 @@ def json_able(value: Any) -> Any:
 
 
 def _identity(path: Path) -> int | None:
-    return path.stat().st_ino if path.exists() else None
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
 
 
-def _lines_until(path: Path, step: int) -> str:
+def _lines_until(path: Path, step: int) -> Iterator[bytes]:
     """A resumed run goes back to its checkpoint: later lines will be written again."""
-    if not path.exists():
-        return ""
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue  # the half line of a killed writer
-    return "".join(kept)
+    try:
+        file = open_plain(path)
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(_LONGEST):
+            if line.endswith(b"\n") and _is_until(line, step):
+                yield line
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    """Not the half line of a killed writer, nor what nobody's writer has made."""
+    try:
+        return bool(load_json(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False

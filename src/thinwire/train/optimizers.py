@@ -62,13 +62,15 @@ def build_optimizer(
         built: torch.optim.Optimizer = kind(
             [g for g in groups if g["params"]], lr=config.lr, **arguments
         )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--optimizer {kind.__name__}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
+        cause = " ".join(str(error).split())
+        raise UsageError(f"--optimizer {kind.__name__}: {cause}") from error
     return built
 
 
-def try_optimizer(config: OptimizerConfig, steps: int = 1) -> None:
-    """Refuses, before anything is started, arguments that fail only when the optimizer steps."""
+def try_optimizer(config: OptimizerConfig, steps: int = 1) -> float:
+    """Refuses, before anything is started, arguments that fail only when the optimizer steps.
+    Returns how many copies of the weights its state is as large as."""
     model = nn.Linear(2, 2, bias=False)
     optimizer = build_optimizer(config, model, steps)
     model(torch.ones(1, 2)).sum().backward()
@@ -77,6 +79,9 @@ def try_optimizer(config: OptimizerConfig, steps: int = 1) -> None:
     except Exception as error:
         cause = " ".join(str(error).split())
         raise UsageError(f"--optimizer {config.optimizer} cannot step: {cause}") from error
+    weight = model.weight
+    kept = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]
+    return float(sum(value.shape == weight.shape for value in kept))
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -52,19 +52,68 @@ def local_state(tree: Any) -> Any:
 @torch.no_grad()
 def load_model_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """The inverse of local_state for a model's state_dict."""
-    for name, tensor in model.state_dict().items():
-        shard_of(tensor).copy_(state[name])
+    own = model.state_dict()
+    for name in [*own, *state]:
+        if name not in own or name not in state:
+            raise UsageError(f"the model's {name} is {'here' if name in own else 'there'} only")
+    for name, tensor in own.items():
+        local, saved = shard_of(tensor), state[name]
+        _require_like(f"the model's {name}", saved, local)
+        local.copy_(saved)  # which would spread a smaller one, and round one of another type
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """The inverse of local_state for an optimizer's state_dict."""
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    _require_all(state["state"], len(parameters))
     for index, entries in state["state"].items():
         parameter = parameters[int(index)]
         for name, value in entries.items():
+            _require_state_of(f"{name} of parameter {index}", value, shard_of(parameter))
             if isinstance(value, Tensor) and value.shape == shard_of(parameter).shape:
                 entries[name] = _like(parameter, value)
     optimizer.load_state_dict(state)
+
+
+def _require_all(state: dict[Any, Any], count: int) -> None:
+    """Of the parameters all have been stepped, or none: one without moments would start anew."""
+    keys = {frozenset(entries) for entries in state.values()}
+    if len(keys) > 1 or (state and len(state) != count):
+        raise UsageError(
+            f"the optimizer's state is of {len(state)} parameters of {count}, and not the same for "
+            "all: it is of another run, or was changed"
+        )
+
+
+def _require_like(what: str, saved: Any, local: Tensor) -> None:
+    if not isinstance(saved, Tensor):
+        raise UsageError(f"{what} is no tensor in the checkpoint")
+    if saved.shape != local.shape or saved.dtype != local.dtype:
+        raise UsageError(
+            f"{what} is {_form(saved)} in the checkpoint, and {_form(local)} here: it is of "
+            "another run, or was changed"
+        )
+
+
+def _require_state_of(what: str, value: Any, local: Tensor) -> None:
+    """A number, a tensor like the parameter, or one over some of its dimensions (Adafactor's)."""
+    if value is None or isinstance(value, bool | int | float):
+        return
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what} is a {type(value).__name__}, which no optimizer keeps")
+    over = value.dim() == local.dim() and all(
+        mine in (1, theirs) for mine, theirs in zip(value.shape, local.shape, strict=True)
+    )
+    precise = not value.is_floating_point() or value.dtype in (torch.float32, local.dtype)
+    if (value.numel() != 1 and not over) or not precise:
+        raise UsageError(
+            f"{what} is {_form(value)} in the checkpoint, and the parameter {_form(local)} here: "
+            "it is of another run, or was changed"
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from thinwire.train.loop import Trainer
 from thinwire.train.metrics import Record
 from thinwire.train.order import Pair
 from thinwire.train.pipelining import cut_model, cuts_of, make_mesh, parse_codec
+from thinwire.train.preflight import cut_of
 from thinwire.train.task import Task
 from thinwire.wire.account import Account
 from thinwire.wire.flight import Flight
@@ -71,7 +72,9 @@ class StageTrainer(Trainer):
     def _lay_out(self) -> Group:
         config = self.config.pipeline
         if self.config.loop.resume:  # the cut of the run, however it was found
-            config = replace(config, cut=tuple(checkpoint.read_manifest(self.run).meta["cut"]))
+            config = replace(
+                config, cut=cut_of(checkpoint.read_manifest(self.run).meta, config.stages)
+            )
         self.members = config.stages
         self._mesh = make_mesh(self.world, config.stages)
         sample = self.task.blank()[0].to(self.world.device)

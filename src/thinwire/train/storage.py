@@ -5,6 +5,11 @@ reads with weights_only. DCP would pickle its metadata; here that is JSON, with 
 of the data file, so that reading a directory runs no code from it and damage is found before a
 value is used.
 
+[Note: a directory of somebody else's] A checksum tells damage, not intent. So a name is one in the
+same directory, a file is a plain one whose size is checked before it is read, and no tensor is
+larger than the bytes it is said to be stored in: nothing is read for ever, and no memory is taken
+that the files do not fill.
+
 [Note: DCP without collectives] dcp.save sends pickled plans between ranks. Here each rank drives
 the planner and the storage itself, for a directory of its own, and the caller's barrier is the only
 communication. Sharded tensors fit in: chunks carry their offsets, and the metadata of several
@@ -13,12 +18,14 @@ directories can be merged into one table.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -33,9 +40,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from thinwire.files import create, load_json, open_plain, read_bytes
 from thinwire.train.tree import Entries, dtype_name, dtype_of
 
 METADATA = "metadata.json"
+MOST_METADATA = 1 << 28  # bytes
 _READ_BLOCK = 1 << 22  # bytes
 
 
@@ -54,7 +63,10 @@ def write_entries(path: Path, entries: Entries) -> None:
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
-    results: list[WriteResult] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    try:
+        results: list[WriteResult] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    except RuntimeError as error:
+        raise _behind(error) from error
     content = _metadata_to_json(metadata, {r.index: r.storage_data for r in results})
     names = {chunk["file"] for t in content["tensors"].values() for chunk in t["chunks"]}
     content["files"] = {name: _sync_and_sum(path / name) for name in sorted(names)}
@@ -62,15 +74,31 @@ def write_entries(path: Path, entries: Entries) -> None:
     sync_directory(path)
 
 
+def _behind(error: RuntimeError) -> Exception:
+    """torch's zip writer hides what the disk said behind a complaint about its own place in the
+    file ("unexpected pos")."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
+        return OSError(errno.EIO, f"{os.strerror(errno.EIO)} (is the disk full?)")
+    return error
+
+
 def read_metadata(path: Path) -> Metadata:
     """DCP's metadata of the table in `path`, after checking its data files."""
     try:
-        content = json.loads((path / METADATA).read_bytes())
-        metadata = _metadata_from_json(content)
-        files = {name: (file["bytes"], file["crc32"]) for name, file in content["files"].items()}
+        content = load_json(read_bytes(path / METADATA, MOST_METADATA))
+        files = {
+            _plain_name(name): (_count(file["bytes"]), _count(file["crc32"]))
+            for name, file in content["files"].items()
+        }
+        metadata = _metadata_from_json(content, {name: size for name, (size, _) in files.items()})
     except OSError as error:
         raise DamagedError(f"{path / METADATA}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise DamagedError(f"{path / METADATA} is garbled ({error})") from None
     for name, expected in files.items():
         _check_file(path / name, *expected)
@@ -98,7 +126,7 @@ def read_entries(path: Path, metadata: Metadata, names: Iterable[str]) -> Entrie
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with create(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -141,44 +169,74 @@ def _chunk_to_json(chunk: ChunkStorageMetadata, info: _StorageInfo) -> dict[str,
     }
 
 
-def _metadata_from_json(content: dict[str, Any]) -> Metadata:
+def _metadata_from_json(content: dict[str, Any], files: dict[str, int]) -> Metadata:
+    """`files` are the data files by name, with their sizes."""
     tensors: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in content["tensors"].items():
-        chunks = []
-        for chunk in tensor["chunks"]:
-            file = str(chunk["file"])
-            if file not in content["files"] or file != os.path.basename(file):
-                raise ValueError(f"unknown file {file!r}")
-            offset = torch.Size(chunk["offset"])
-            chunks.append(ChunkStorageMetadata(offset, torch.Size(chunk["shape"])))
-            info = _StorageInfo(file, int(chunk["start"]), int(chunk["bytes"]))
-            stored[MetadataIndex(name, offset)] = info
-        properties = TensorProperties(dtype=dtype_of(tensor["dtype"]))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        dtype, shape = dtype_of(tensor["dtype"]), _sizes(tensor["shape"])
+        (chunk,) = tensor["chunks"]
+        offset, place = _sizes(chunk["offset"]), _place_of(chunk, files)
+        if any(offset) or len(offset) != len(shape) or _sizes(chunk["shape"]) != shape:
+            # DCP would leave the rest of the tensor as it found the memory.
+            raise ValueError(f"{name:.100} of shape {list(shape[:8])} is not stored whole")
+        if math.prod(shape) * dtype.itemsize > place.length:
+            raise ValueError(f"{name:.100} does not fit its {place.length} bytes")
+        stored[MetadataIndex(name, offset)] = place
+        chunks = [ChunkStorageMetadata(offset, shape)]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _place_of(chunk: dict[str, Any], files: dict[str, int]) -> _StorageInfo:
+    file, start, size = chunk["file"], _count(chunk["start"]), _count(chunk["bytes"])
+    if file not in files:
+        raise ValueError(f"unknown file {file!r}")
+    if start + size > files[file]:
+        raise ValueError(f"{file} has {files[file]} bytes, and a tensor ends at {start + size}")
+    return _StorageInfo(file, start, size)
+
+
+def _plain_name(name: str) -> str:
+    """See [Note: a directory of somebody else's]."""
+    plain = name == os.path.basename(name) and name not in ("", ".", "..")
+    if not plain or not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{name!r:.100} is no name of a file in the same directory")
+    return name
+
+
+def _sizes(numbers: list[int]) -> torch.Size:
+    return torch.Size([_count(number) for number in numbers])
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{number!r:.40} is no size")
+    return number
 
 
 def _sync_and_sum(path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "crc32": _crc32(file, size)}
 
 
 def _check_file(path: Path, size: int, crc32: int) -> None:
     try:
-        found = path.stat().st_size
-        if found != size:
-            raise DamagedError(f"{path} has {found} bytes, {size} were written")
-        if _crc32(path) != crc32:
-            raise DamagedError(f"{path} has changed since it was written (its CRC-32 differs)")
+        with open_plain(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise DamagedError(f"{path} has {found} bytes, {size} were written")
+            if _crc32(file, size) != crc32:
+                raise DamagedError(f"{path} has changed since it was written (its CRC-32 differs)")
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from None
 
 
-def _crc32(path: Path) -> int:
+def _crc32(file: BinaryIO, size: int) -> int:
     total = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BLOCK):
-            total = zlib.crc32(block, total)
+    while size > 0 and (block := file.read(min(size, _READ_BLOCK))):
+        total = zlib.crc32(block, total)
+        size -= len(block)
     return total

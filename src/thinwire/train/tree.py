@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.files import load_json
+
 Entries = dict[str, Tensor]
 DOCUMENT = "document"
 
@@ -39,19 +41,21 @@ def unflatten(entries: Mapping[str, Tensor], keys: Collection[str] | None = None
 
     KeyError, ValueError or TypeError where the document and the entries do not fit.
     """
-    state: dict[str, Any] = _decode(_document(entries, keys), entries.__getitem__)
+    state: dict[str, Any] = _decoded(_document(entries, keys), entries.__getitem__)
     return state
 
 
 def entries_below(entries: Mapping[str, Tensor], keys: Collection[str] | None = None) -> list[str]:
     """Names of the entries that `unflatten` needs for these keys, the document aside."""
     found: dict[str, None] = {}
-    _decode(_document(entries, keys), found.setdefault)
+    _decoded(_document(entries, keys), found.setdefault)
     return list(found)
 
 
 def _document(entries: Mapping[str, Tensor], keys: Collection[str] | None) -> Any:
-    root = json.loads(entries[DOCUMENT].numpy().tobytes())
+    if entries[DOCUMENT].dtype != torch.uint8:
+        raise ValueError("its document is no text")
+    root = load_json(entries[DOCUMENT].numpy().tobytes())
     pairs = [[key, node] for key, node in root["dict"] if keys is None or key in keys]
     return {"dict": pairs}
 
@@ -101,6 +105,13 @@ def _encode_tensor(
     return {"tensor": seen[memory]}
 
 
+def _decoded(node: Any, lookup: Callable[[str], Any]) -> Any:
+    try:
+        return _decode(node, lookup)
+    except RecursionError:
+        raise ValueError("its document is nested too deeply") from None
+
+
 def _decode(node: Any, lookup: Callable[[str], Any]) -> Any:
     if not isinstance(node, dict):
         return node
@@ -108,6 +119,8 @@ def _decode(node: Any, lookup: Callable[[str], Any]) -> Any:
     if kind == "tensor":
         return lookup(value)
     if kind == "empty":
+        if 0 not in value[1]:
+            raise ValueError(f"shape {value[1]!r:.40} is not empty")  # and memory would be taken
         return torch.empty(value[1], dtype=dtype_of(value[0]))
     if kind == "dict":
         return {key: _decode(item, lookup) for key, item in value}

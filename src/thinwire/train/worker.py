@@ -5,26 +5,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thinwire.errors import UsageError
+from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.report.live import Display
 from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop import Trainer, preflight
+from thinwire.train.loop import Trainer
 from thinwire.train.metrics import MetricsWriter, tensorboard_listener
+from thinwire.train.preflight import preflight
 from thinwire.train.stage_trainer import trainer_of
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
 
 T = TypeVar("T")
+_KINDS = (UsageError, StorageError)  # what one rank refuses for all
 
 
 def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Path, dict[str, Any]]:
     """Returns the run's directory and its summary, which the first worker has written there."""
     world = world_module.init(timeout=config.place.timeout)
     control = Wire(name="control")
-    run = Path(os.fsdecode(control.gather_bytes(os.fsencode(run_directory.choose(config)))[0]))
+    leader_says = control.gather_bytes(run_directory.choose(config).name.encode())[0]
     require_same(control, config.shared())
+    run = run_directory.agreed(config, leader_says.decode("utf-8", "replace"))
     task = _together(control, lambda: preflight(config, run))
     require_same(control, {"corpus": task.digest})
     leader = world.rank == 0
@@ -33,11 +36,9 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
     trainer = trainer_of(config)(config, world, control, task, run)
     trainer.prime()
     if config.loop.resume:
-        _together(control, trainer.resume)
-    if leader:
-        run_directory.forget_summary(run)
-        run_directory.write_config(run, config)
-    metrics = _metrics(config, trainer, display if leader else None)
+        loaded = _together(control, trainer.read_checkpoint)
+        _together(control, lambda: trainer.take_up(loaded))
+    metrics = _together(control, lambda: _files(config, trainer, display if leader else None))
     if leader:
         trainer.notice = display.print if display is not None else print
     trainer.stop_on_signals()
@@ -52,8 +53,12 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
     return run, summary
 
 
-def _metrics(config: TrainConfig, trainer: Trainer, display: Display | None) -> MetricsWriter:
+def _files(config: TrainConfig, trainer: Trainer, display: Display | None) -> MetricsWriter:
+    """What a run writes before its first step."""
     rank, resumed = trainer.world.rank, config.loop.resume
+    if rank == 0:
+        run_directory.forget_summary(trainer.run)
+        run_directory.write_config(trainer.run, config)
     metrics = MetricsWriter(trainer.run, rank, resume_step=trainer.step if resumed else None)
     if display is not None:
         metrics.also.append(display.update)
@@ -65,13 +70,14 @@ def _metrics(config: TrainConfig, trainer: Trainer, display: Display | None) -> 
 def _together(control: Wire, action: Callable[[], T]) -> T:
     """What is refused on one rank is refused on all of them, with the same words."""
     result: T
-    problem = ""
+    problem: ThinwireError | None = None
     try:
         result = action()
-    except UsageError as error:
-        problem = str(error)
-    problems = [os.fsdecode(text) for text in control.gather_bytes(os.fsencode(problem))]
-    for rank, text in enumerate(problems):
+    except (UsageError, StorageError) as error:
+        problem = error
+    said = "" if problem is None else f"{_KINDS.index(type(problem))}{problem}"
+    for rank, text in enumerate(control.gather_bytes(said.encode("utf-8", "replace"))):
         if text:
-            raise UsageError(problem or f"worker {rank}: {text}")
+            kind = _KINDS[text[:1] == b"1"]
+            raise problem or kind(f"worker {rank}: {text[1:].decode('utf-8', 'replace')}")
     return result

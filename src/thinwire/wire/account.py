@@ -2,7 +2,9 @@
 
 *exposed* seconds are those a caller spent inside `Flight.wait()`; *hidden* seconds are the rest of
 a flight's time in the air, which passed behind compute. Bytes are payload bytes that this rank
-handed to its network for other ranks, by the algorithm the collective really runs.
+hands to its network for other ranks, by the algorithm the collective really runs. They are counted
+when a flight is launched, by the caller's own thread: what has been counted by a step depends on
+the program alone, and not on what the network has carried by then.
 """
 
 import math
@@ -75,13 +77,15 @@ class Account:
         """Counts one optimizer step: the unit in which a flight's lag is told."""
         self.steps += 1
 
-    def launched(self) -> None:
-        """A transfer was asked for, on the caller's thread: all ranks count alike."""
+    def launched(self, count: int = 0) -> None:
+        """A transfer that sends so many bytes was asked for, on the caller's thread: all ranks
+        count alike, whenever it lands."""
         with self._lock:
             self.transfers += 1
+            self.bytes += count
 
     def sent(self, count: int) -> None:
-        """Bytes handed to the network, on whichever thread did it."""
+        """Bytes of a transfer that somebody else (PyTorch) has made."""
         with self._lock:
             self.bytes += count
 
@@ -121,7 +125,10 @@ class Account:
     def restore(self, totals: dict[str, float]) -> None:
         """Takes up the totals of a checkpointed run."""
         for name in _TOTALS:
-            setattr(self, name, totals[name])
+            value = totals[name]
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} {value!r:.40} in an account")
+            setattr(self, name, value)
 
     def __str__(self) -> str:
         text = (

@@ -87,16 +87,17 @@ class Carrier:
         flat: Tensor,
         issue: Issue,
         *,
+        sent: int,
         peer: int | None = None,
         lane: str = "collective",
         turns: bool = False,
         prepare: Callable[[], None] | None = None,
     ) -> Flight:
-        """`peer` is the other end of a message; without one all ranks of the group take part.
-        `turns`: it may have several phases. `prepare` is called in the issuing lane, before
-        anything is made of `flat`."""
+        """`sent` are the bytes that all its phases send. `peer` is the other end of a message;
+        without one all ranks of the group take part. `turns`: it may have several phases. `prepare`
+        is called in the issuing lane, before anything is made of `flat`."""
         flight = Flight(flat, self.account)
-        self.account.launched()
+        self.account.launched(sent)
         ready = self._payload_ready(flat)
         key = lane if peer is None else f"{lane} {peer}"
         number = self._number() if peer is None else 0
@@ -132,7 +133,6 @@ class Carrier:
                 prepare()
             buffer = flat.to(carrier)
             phase = issue(buffer)
-            self.account.sent(phase.started[1])
             if buffer.is_cuda:  # see [Note: turning]
                 phase = self._last(phase, late)
         return phase, buffer
@@ -151,7 +151,6 @@ class Carrier:
         while phase.turn is not None:
             self._finish(phase.started, phase.started[1], late)
             phase = phase.turn()
-            self.account.sent(phase.started[1])
         return phase
 
     @contextmanager

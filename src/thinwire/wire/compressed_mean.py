@@ -51,6 +51,13 @@ def compressed_mean(
     return two_phase_mean(flat, use, group, owner)
 
 
+def mean_bytes(numel: int, codec: Codec | Feedback, size: int, *, owned: bool) -> int:
+    """What a rank sends in all phases of the mean of `numel` values; `owned` if it has an owner."""
+    if codec.gathers(size) and not owned:
+        return (size - 1) * codec.row_bytes(codec.split(numel, 1))
+    return 2 * (size - 1) * codec.row_bytes(codec.split(numel, size))
+
+
 class _Plain:
     """A codec without memory, called as one with memory is."""
 

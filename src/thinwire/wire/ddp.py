@@ -74,8 +74,7 @@ class DdpMeter(_Meter):
         buffer = bucket.buffer().div_(self._wire.size)
         self._note_launch(bucket.is_last())
         parts, sent = collectives.all_reduce(buffer, self._wire.group, dist.ReduceOp.SUM)
-        self._wire.account.launched()
-        self._wire.account.sent(sent)
+        self._wire.account.launched(sent)
         if buffer.is_cuda:  # the future carries the stream's event; nothing may block here
             (part,) = parts
             assert isinstance(part, collectives.DevicePart)
@@ -111,8 +110,7 @@ class HookMeter(_Meter):
         done = self._hook(self._state, bucket)
         nbytes = self._sent(bucket)
         if nbytes:
-            self._wire.account.launched()
-            self._wire.account.sent(collectives.all_reduce_bytes(nbytes, self._wire.size))
+            self._wire.account.launched(collectives.all_reduce_bytes(nbytes, self._wire.size))
         return done.then(lambda future: self._note_arrival(future.value()))
 
 

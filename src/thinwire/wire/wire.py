@@ -21,8 +21,8 @@ from thinwire.wire.carrier import Carrier
 from thinwire.wire.checks import require_group
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.codecs.base import require_flat
-from thinwire.wire.collectives import Part
-from thinwire.wire.compressed_mean import Owner
+from thinwire.wire.collectives import Part, all_reduce_bytes
+from thinwire.wire.compressed_mean import Owner, mean_bytes
 from thinwire.wire.flight import Flight
 
 AnyCodec = Codec | Feedback
@@ -112,7 +112,10 @@ class Wire:
         group = carrier.group
         if isinstance(codec, Dense) and codec.summable and owner is None:
             return carrier.launch(
-                flat, lambda b: transfers.dense_mean(b, codec.dtype, group), prepare=prepare
+                flat,
+                lambda b: transfers.dense_mean(b, codec.dtype, group),
+                sent=all_reduce_bytes(flat.numel() * codec.dtype.itemsize, self.size),
+                prepare=prepare,
             )
         if isinstance(codec, Feedback):
             # Refused here, where all ranks are at the same call, and not in a lane, where it would
@@ -121,6 +124,7 @@ class Wire:
         flight = carrier.launch(
             flat,
             lambda b: transfers.coded_mean(b, codec, group, owner),
+            sent=mean_bytes(flat.numel(), codec, self.size, owned=owner is not None),
             turns=True,
             prepare=prepare,
         )
@@ -156,7 +160,11 @@ class Wire:
         if carrier is None or not neighbours or flat.numel() == 0:
             return Flight(flat, self.account)
         pairs = sorted(zip(neighbours, weights, strict=True))
-        return carrier.launch(flat, lambda b: transfers.exchange(b, pairs, use, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.exchange(b, pairs, use, carrier.group),
+            sent=len(pairs) * _whole_bytes(use, flat),
+        )
 
     def send(self, flat: Tensor, to: int, *, codec: Codec | None = None) -> Flight:
         """Sends to one rank of the group, which must call `recv`. Lands when the buffer is free."""
@@ -168,7 +176,11 @@ class Wire:
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
         return carrier.launch(
-            flat, lambda b: transfers.send(b, to, use, carrier.group), peer=to, lane="to"
+            flat,
+            lambda b: transfers.send(b, to, use, carrier.group),
+            sent=_whole_bytes(use, flat),
+            peer=to,
+            lane="to",
         )
 
     def recv(self, flat: Tensor, source: int, *, codec: Codec | None = None) -> Flight:
@@ -181,7 +193,11 @@ class Wire:
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
         return carrier.launch(
-            flat, lambda b: transfers.recv(b, source, use, carrier.group), peer=source, lane="from"
+            flat,
+            lambda b: transfers.recv(b, source, use, carrier.group),
+            sent=0,
+            peer=source,
+            lane="from",
         )
 
     def agree(
@@ -199,7 +215,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or not values:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.reduce(b, _REDUCTIONS[how], carrier.group),
+            sent=all_reduce_bytes(flat.nbytes, self.size),
+        )
 
     def union(self, flags: Sequence[bool]) -> Flight:
         """Which of some flags are set on any rank: a flight of as many bytes, 0 or 1.
@@ -212,7 +232,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or not len(flags):
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.union(b, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.union(b, carrier.group),
+            sent=(self.size - 1) * flat.nbytes,
+        )
 
     def scatter_mean(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
         """The mean over the ranks of this rank's own part of `flat`, into that part.
@@ -224,7 +248,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.scatter_mean(b, use, part, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.scatter_mean(b, use, part, carrier.group),
+            sent=(self.size - 1) * use.payload_bytes(part),
+        )
 
     def gather(self, flat: Tensor, part: int, codec: Codec | None = None) -> Flight:
         """Every rank's own part of `flat`, into `flat`; the parts are those of `scatter_mean`."""
@@ -233,7 +261,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or flat.numel() == 0:
             return Flight(flat, self.account)
-        return carrier.launch(flat, lambda b: transfers.gather(b, use, part, carrier.group))
+        return carrier.launch(
+            flat,
+            lambda b: transfers.gather(b, use, part, carrier.group),
+            sent=(self.size - 1) * use.payload_bytes(part),
+        )
 
     def _checked_parts(self, name: str, flat: Tensor, part: int, codec: Codec | None) -> Codec:
         require_flat(flat)
@@ -258,7 +290,11 @@ class Wire:
         carrier = self._carrier
         if carrier is None or rows.numel() == 0:
             return Flight(rows, self.account)
-        return carrier.launch(rows, lambda b: transfers.all_to_all(b, carrier.group))
+        return carrier.launch(
+            rows,
+            lambda b: transfers.all_to_all(b, carrier.group),
+            sent=(self.size - 1) * rows[0].nbytes,
+        )
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Everyone's bytes, in rank order, at once; for digests and settings (no pickle)."""
@@ -272,14 +308,22 @@ class Wire:
         parts = flat.split(sent)
         if payload:
             parts[self.rank].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        carrier.launch(flat, lambda b: transfers.gather_lengths(b, sent, carrier.group)).wait()
+        carrier.launch(
+            flat,
+            lambda b: transfers.gather_lengths(b, sent, carrier.group),
+            sent=(self.size - 1) * sent[self.rank],
+        ).wait()
         texts = (part.numpy().tobytes() for part in parts)
         return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
     def _lengths(self, carrier: Carrier, own: int) -> list[int]:
         """What every rank is about to send; refused before memory is taken for it."""
         rows, row = torch.zeros(self.size, 1, dtype=torch.int64), torch.tensor([own])
-        carrier.launch(rows, lambda b: transfers.gather_rows(b, row, carrier.group)).wait()
+        carrier.launch(
+            rows,
+            lambda b: transfers.gather_rows(b, row, carrier.group),
+            sent=(self.size - 1) * row.nbytes,
+        ).wait()
         lengths: list[int] = rows.view(-1).tolist()
         for rank, length in zip(self.ranks, lengths, strict=True):
             if not 0 <= length <= MOST_GATHERED:
@@ -348,6 +392,11 @@ def _stateless(codec: Codec | None, flat: Tensor) -> Codec:
             f"give this transfer {plain!r}"
         )
     return use
+
+
+def _whole_bytes(codec: Codec, flat: Tensor) -> int:
+    """Of all values as one payload."""
+    return codec.payload_bytes(codec.part(flat.numel(), 1))
 
 
 def _ranks_of(group: Group, world_size: int) -> list[int]:

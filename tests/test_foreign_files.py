@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import files
+from thinwire import foreign_files as files
 from thinwire.errors import UsageError
 
 
