@@ -152,8 +152,8 @@ def parse(argv: Sequence[str], prog: str = "thinwire train") -> TrainConfig:
 def _count_workers(config: TrainConfig, explicit: object) -> None:
     """--replicas says how many workers there are; without either there is one replica."""
     place, stages = config.place, config.pipeline.stages
-    if place.replicas == 0 and (explicit or place.workers > 1):
-        return
+    if place.replicas == 0 and (explicit or place.workers > 1 or "RANK" in os.environ):
+        return  # torchrun has counted them
     wanted = max(1, place.replicas) * max(1, stages)
     if explicit and place.workers != wanted:
         raise UsageError(
