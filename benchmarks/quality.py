@@ -58,12 +58,13 @@ METHODS: dict[str, Callable[[Inner, int], tw.WireOptimizer]] = {
     "co2 1/.2, gap": lambda inner, every: tw.CO2(inner, every=every),
     "co2 1/.2, no penalty": lambda inner, every: tw.CO2(inner, every=every, penalty=1.0),
     "eager .4/.9 nesterov": lambda inner, every: tw.Eager(inner, every=every),
+    "sparseloco 1/0, published": lambda inner, every: tw.SparseLoCo(inner, every=every),
+    "sparseloco 1/0, top-k twice": lambda inner, every: tw.SparseLoCo(
+        inner,
+        every=every,
+        codec=tw.codecs.ErrorFeedback(tw.codecs.TopK(gather=False), decay=0.95),
+    ),
 }
-_TOP_K = tw.codecs.TopK
-for _form, _gather in (("published", True), ("top-k twice", False)):
-    METHODS[f"sparseloco 1/0, {_form}"] = lambda inner, every, gather=_gather: tw.SparseLoCo(
-        inner, every=every, codec=tw.codecs.ErrorFeedback(_TOP_K(gather=gather), decay=0.95)
-    )
 LONG_ROUNDS = {"slowmo 1/.5", "diloco .7/.9 nesterov", "overlapped 1/.5"} | {
     "co2 1/.2, gap",
     "co2 1/.2, no penalty",

@@ -18,6 +18,7 @@ from pathlib import Path
 import thinwire
 from thinwire.command_line import parse_words, shown
 from thinwire.errors import LabError, StorageError, ThinwireError, UsageError
+from thinwire.text import printable
 
 STORAGE = 3  # the exit code of a StorageError
 _LONGEST = 800  # characters of a message
