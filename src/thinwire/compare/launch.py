@@ -12,15 +12,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from thinwire.compare import records
 from thinwire.compare.config import YARDSTICK, CompareConfig, parse
-from thinwire.compare.heat import Heat
+from thinwire.compare.heat import STORAGE, Heat
 from thinwire.compare.results import gather, read_settings
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.errors import StorageError, ThinwireError, UsageError
+from thinwire.files import MOST_SETTINGS, load_json, read_bytes
 from thinwire.lab.job import Outcome, Patience
 from thinwire.lab.network import Lab, entry
 from thinwire.lab.output import Line
@@ -166,7 +167,7 @@ class Launcher:
         tails = {name: MetricsTail(metrics_file(folder / name, 0)) for name in heat.methods}
         log = folder / "workers.log"
         with (
-            log.open("a", buffering=1) as file,
+            _open_log(log) as file,
             RaceDisplay(
                 title, heat.methods, heat.tokens, self._task.unit, self._console
             ) as display,
@@ -192,6 +193,8 @@ class Launcher:
         name = _read(folder / records.ACTIVE).get("contestant")
         words = [line.strip() for line in outcome.tail if line.strip()]
         why = words[-1] if words else outcome.reason
+        if outcome.code == STORAGE:
+            raise StorageError(why)
         if name is None or name == YARDSTICK:
             raise ThinwireError(f"{outcome.reason}: {why}; see {folder / 'workers.log'}")
         self._console.print(
@@ -254,10 +257,16 @@ def _require_same_settings(now: dict[str, Any], before: dict[str, Any], run: Pat
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        return content
+        content = load_json(read_bytes(path, MOST_SETTINGS))
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _open_log(path: Path) -> TextIO:
+    """Behind what is there, and never through a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "a", buffering=1)
 
 
 def _memory_folder() -> str | None:

@@ -22,10 +22,12 @@ of a worker on average; `skipped` steps; `lag`.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from thinwire.files import write_whole, writing
 from thinwire.train.metrics import json_able, metrics_file
 
 Record = dict[str, Any]
@@ -59,10 +61,12 @@ class Scribe:
 
 
 def append(folder: Path, kind: str, **values: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"kind": kind} | {k: json_able(v) for k, v in values.items()})
-    with (folder / TURNS).open("a") as file:
-        file.write(line + "\n")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with writing(folder / TURNS):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(folder / TURNS, flags, 0o666), "ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
 
 
 def read(folder: Path) -> list[Record]:
@@ -104,7 +108,6 @@ def forget(folder: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """At once, so that a reader finds either the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    aside.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -14,6 +14,7 @@ from thinwire.compare import records
 from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
 from thinwire.compare.course import Course
 from thinwire.errors import UsageError
+from thinwire.files import MOST_SETTINGS, load_json, read_bytes
 from thinwire.report.comparison import (
     CUT,
     DIVERGED,
@@ -47,12 +48,16 @@ def gather(run: Path) -> Comparison:
 def read_settings(run: Path) -> dict[str, Any]:
     path = run / records.SETTINGS
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
-        return stored
+        stored = load_json(read_bytes(path, MOST_SETTINGS))
     except FileNotFoundError:
         raise UsageError(f"{run} holds no comparison: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
+        raise UsageError(f"{path} holds no settings of a comparison: put back what it has written")
+    return stored
 
 
 class _Gathering:

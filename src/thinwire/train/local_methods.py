@@ -23,6 +23,7 @@ from thinwire.optim import (
     StreamingDiLoCo,
 )
 from thinwire.optim.base import WrappingOptimizer
+from thinwire.train.flags import by_flag
 from thinwire.train.method import Method
 from thinwire.train.replica import Replica, State
 from thinwire.train.sharding import load_model_state, load_optimizer_state, local_state
@@ -237,8 +238,8 @@ def check_local(kind: type[LocalUpdates], settings: LocalSettings) -> None:
             build_local(kind, inner, settings, toy, None)
     except UsageError:
         raise
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise by_flag(error, delay="fragment_delay", clip="outer_clip") from None
 
 
 def parse_every(text: str) -> int | Literal["auto"]:
