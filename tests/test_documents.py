@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import free_port
 from tests.documented import ROOT, commands
-from tests.programs import Start, corpus, thinwire  # noqa: F401
+from tests.programs import Program, Start, corpus, thinwire  # noqa: F401
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
 
@@ -50,7 +50,11 @@ SHOWN: dict[str, list[str] | None] = {
     "thinwire train --run-dir runs/NAME --resume": ["--steps", "4"],
     "thinwire top runs/NAME": [],
     "thinwire export runs/NAME --out model.safetensors": [],
-    "thinwire lab --hosts 4 --rate 100mbit --delay 10ms -- python script.py": [],
+    "thinwire lab --hosts 4 --rate 100mbit --delay 10ms -- python script.py": [
+        *LINK,
+        "--hosts",
+        "2",
+    ],
     "thinwire compare --methods ddp,overlapped,one-bit-adam --rate 100mbit": COMPARE,
     # docs/train.md
     "thinwire train --method overlapped --model gpt-3m --steps 500": TRAIN,
@@ -97,11 +101,17 @@ SHOWN: dict[str, list[str] | None] = {
     "thinwire top runs/compare-NAME": ["--once"],
     # docs/lab.md and docs/quickstart.md
     "thinwire lab --hosts 3 --rate 1gbit --host 2:up=10mbit,down=50mbit,delay=30ms "
-    "-- python script.py": [],
-    "thinwire lab --hosts 2 --rate 100mbit --delay 5ms -- python train.py": [],
+    "-- python script.py": LINK,
+    "thinwire lab --hosts 2 --rate 100mbit --delay 5ms -- python train.py": LINK,
     "thinwire train --method ddp": TRAIN,
     # docs/results.md
-    "thinwire compare --config benchmarks/grid.toml": [*COMPARE, "--methods", "ddp,overlapped"],
+    "thinwire compare --config benchmarks/grid.toml": [
+        *COMPARE,
+        "--methods",
+        "ddp,overlapped",
+        "--set",
+        "every=2",
+    ],
     # docs/methods
     "thinwire train --method sparse-average --fraction 0.05 --averaging-delay 10": TRAIN,
     "thinwire train --data digits --model resnet-0.1m --batch 256 --workers 2 --method average "
@@ -125,6 +135,7 @@ _RESULTS = (
     "post-local-sgd.every=4 one-bit-adam.freeze_at=16 sparse-average.every=1"
 )
 SHOWN[_RESULTS] = [*COMPARE, "--steps", "18"]  # more than the dense steps it asks for
+SHOWN[_RESULTS] += ["--methods", "overlapped,co2,post-local-sgd,one-bit-adam,sparse-average"]
 TORCHRUN: dict[str, list[str] | None] = {
     "torchrun": None,
     "torchrun --nproc-per-node 2 examples/ten_lines.py": [],
@@ -143,6 +154,7 @@ TORCHRUN: dict[str, list[str] | None] = {
 }
 # Placeholders of the documents, and what stands for them here.
 MEANT = {"E": "2", "M": "0.5", "D": "0.1", "B": "8", "DIR": "runs/NAME", "FILE": "results.json"}
+MEANT["..."] = "5 %, delay 0"  # of sparse_quality.py's methods
 # Other libraries', in an environment that no test has.
 ELSEWHERE = ("benchmarks/peers/", "peers/bin/python")
 
@@ -225,8 +237,14 @@ def run_shown(text: str, thinwire: Start) -> None:
     words = words_of(text, []) if more is None else words_of(text, more)
     if more is None:
         words = [*words[:2], "--help"]
-    program = thinwire(*words[1:])
-    assert program.wait(within=170) == 0, f"{' '.join(words)}\n{program.out}\n{program.err}"
+    finish(thinwire(*words[1:]))
+
+
+def finish(program: Program) -> None:
+    code = program.wait(within=170)
+    if "the lab does not keep to its links" in program.err:
+        pytest.skip("other programs keep this machine from emulating the link")
+    assert code == 0, f"{program.out}\n{program.err}"
 
 
 @pytest.mark.parametrize("text", [t for t in SHOWN if not in_lab(t) or SHOWN[t] is None])
@@ -309,9 +327,8 @@ def test_make(text: str) -> None:
 
 @pytest.mark.alone
 def test_what_make_demo_runs(desk: Path, lab: None, thinwire: Start) -> None:
-    more = [*COMPARE, "--methods", "ddp,one-bit-adam", "--steps", "42"]
-    program = thinwire("compare", "--config", ROOT / "examples" / "demo.toml", *more)
-    assert program.wait(within=170) == 0, program.err
+    more = [*COMPARE, "--methods", "ddp,overlapped", "--set", "every=2"]
+    finish(thinwire("compare", "--config", ROOT / "examples" / "demo.toml", *more))
 
 
 def benchmarks() -> Iterator[str]:

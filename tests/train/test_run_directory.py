@@ -118,3 +118,49 @@ def test_settings_and_summary_are_json(run: Path) -> None:
     run_directory.forget_summary(run)
     assert run_directory.read_summary(run) is None
     assert [path.name for path in run.iterdir()] == [CONFIG]
+
+
+@pytest.mark.parametrize("name", [".lock", CONFIG, "summary.json", "metrics", "checkpoints"])
+def test_a_link_in_a_directory_of_somebody_elses_is_not_followed(run: Path, name: str) -> None:
+    target = run.parent / "target"
+    run.mkdir()
+    for folder in (False, True):
+        target.mkdir() if folder else target.write_text("kept")
+        (run / name).symlink_to(target)
+        said = refusal(run)
+        assert f"{run / name} should be " in said
+        assert "is a symbolic link" in said
+        (run / name).unlink()
+        target.rmdir() if folder else target.unlink()
+
+
+def test_a_lock_that_leads_elsewhere_cuts_nothing_off(run: Path) -> None:
+    run.mkdir()
+    (run.parent / "target").write_text("kept")
+    (run / ".lock").symlink_to(run.parent / "target")
+    with pytest.raises(UsageError, match="cannot be written"):
+        run_directory.Lock(run)
+    assert (run.parent / "target").read_text() == "kept"
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
+    with pytest.raises(UsageError, match="no plain file"):
+        run_directory.Lock(run)
+
+
+def test_names_that_no_disk_can_hold_are_refused(tmp_path: Path) -> None:
+    assert "File name too long" in refusal(tmp_path / ("x" * 5000))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc", "/etc/passwd", "", ".", "ddp-1/../..", "co2-1", "ddp-\n", "ddp-" + "x" * 200],
+)
+def test_the_first_rank_chooses_no_path_here(run: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="name one with --run-dir"):
+        run_directory.agreed(parse([]), name)
+    assert run_directory.agreed(config(run), name) == run
+
+
+def test_of_a_directory_that_nobody_named_ranks_share_the_name() -> None:
+    chosen = run_directory.choose(parse([]))
+    assert run_directory.agreed(parse([]), chosen.name) == chosen

@@ -25,7 +25,7 @@ from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
 from thinwire.compare.contestant import Contestant
 from thinwire.compare.course import Course
 from thinwire.compare.schedule import Schedule, Standing
-from thinwire.errors import NonFinite, ThinwireError
+from thinwire.errors import NonFinite, StorageError, ThinwireError
 from thinwire.train import config as train_config
 from thinwire.train.config import TrainConfig
 from thinwire.train.flags import with_values
@@ -35,6 +35,8 @@ from thinwire.wire import meeting
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
+
+STORAGE = 3  # exit code of a worker that could not write
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class HeatWorker:
             config = self._config.of_method(name, self._heat.seed)
             train_config.check(config)
             contestant = Contestant(name, config, self._arena, self._task_of(config), folder)
+        except StorageError:
+            raise
         except Exception as error:
             traceback.print_exc()  # for workers.log
             problem = str(error) if isinstance(error, ThinwireError) else _words(error)
@@ -254,8 +258,12 @@ def _warm_up() -> None:
 def main() -> None:
     """`heat FILE`, on every host."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    worker = HeatWorker(Heat.read(Path(sys.argv[1])))
-    code = worker.run()
+    try:
+        worker = HeatWorker(Heat.read(Path(sys.argv[1])))
+        code = worker.run()
+    except StorageError as error:  # which is no method's fault
+        print(error, file=sys.stderr, flush=True)
+        os._exit(STORAGE)
     worker.control.barrier()
     world_module.shutdown()
     sys.exit(128 + code if code else 0)

@@ -19,9 +19,9 @@ from rich.console import Console
 from thinwire import foreign_files as files
 from thinwire.compare import records
 from thinwire.compare.config import YARDSTICK, CompareConfig, parse
-from thinwire.compare.heat import Heat
+from thinwire.compare.heat import STORAGE, Heat
 from thinwire.compare.results import gather, read_settings
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.lab.job import Outcome, Patience
 from thinwire.lab.network import Lab, entry
 from thinwire.lab.output import Line
@@ -196,6 +196,8 @@ class Launcher:
         name = _read(folder / records.ACTIVE).get("contestant")
         words = [line.strip() for line in outcome.tail if line.strip()]
         why = words[-1] if words else outcome.reason
+        if outcome.code == STORAGE:
+            raise StorageError(why)
         if name is None or name == YARDSTICK:
             raise ThinwireError(f"{outcome.reason}: {why}; see {folder / 'workers.log'}")
         _say(self._console, f"{name} could not run, the others start again without it: {why}")
@@ -258,10 +260,10 @@ def _say(console: Console, text: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = files.read_json(path)
-        return content
+        content = files.read_json(path)
     except (OSError, UsageError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _memory_folder() -> str | None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import foreign_files as files
+from thinwire.files import writing
 from thinwire.train.metrics import json_able, metrics_file
 
 Record = dict[str, Any]
@@ -60,10 +61,11 @@ class Scribe:
 
 
 def append(folder: Path, kind: str, **values: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"kind": kind} | {k: json_able(v) for k, v in values.items()})
-    with files.open_to_append(folder / TURNS) as file:
-        file.write(line + "\n")
+    with writing(folder / TURNS):
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.open_to_append(folder / TURNS) as file:
+            file.write(line + "\n")
 
 
 def read(folder: Path, within: Path | None = None) -> list[Record]:
@@ -105,5 +107,6 @@ def forget(folder: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """At once, so that a reader finds either the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, json.dumps(content, indent=2) + "\n")

@@ -43,7 +43,8 @@ _STATUS = {
 def gather(run: Path) -> Comparison:
     """The comparison in a directory, as far as it has come."""
     stored = read_settings(run)
-    config = with_values(CompareConfig(), stored["settings"])
+    source = str(run / records.SETTINGS)
+    config = with_values(CompareConfig(), stored["settings"], source, others=True)
     return _Gathering(run, config, stored).comparison()
 
 

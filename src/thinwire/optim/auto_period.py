@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from thinwire.errors import UsageError
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Wire
@@ -49,7 +50,10 @@ class AutoPeriod:
         self._flight.wait()
         flown, step = self._flight.seconds, statistics.median(steps)
         own = max(SHORTEST, math.ceil(HEADROOM * flown / step))
-        period = int(self._wire.agree([own])[0])
+        longest = self._wire.agree([own])[0]
+        if not SHORTEST <= longest < 2**31:
+            raise UsageError(f"every=auto: a rank asks for rounds of {longest} steps; set every=")
+        period = int(longest)
         if self._wire.rank == 0:
             log.info(
                 "every=auto: a step takes %.3f s and a flight %.3f s here; rounds of %d steps",

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from thinwire.errors import UsageError
 from thinwire.optim.base import WireOptimizer
 from thinwire.optim.buckets import Backward, Bucket
 from thinwire.optim.checks import require_bool, require_dense_gradient, require_positive
@@ -180,7 +181,7 @@ class Departures(WireOptimizer, Generic[B]):
         order = [i for i in self._backward.order if used[i]]
         order += [i for i in reversed(range(len(used))) if i not in self._backward.order]
         first, used = self._agree_on_start(",".join(map(str, order)), used)
-        known = [int(i) for i in first.split(",") if i]
+        known = _distinct(first, len(used))
         known += [i for i in range(len(used)) if i not in known]
         self._arrange([i for i in known if used[i]])
 
@@ -288,3 +289,12 @@ class Departures(WireOptimizer, Generic[B]):
         self._arrange_as(method["order"], method["buckets"], method.get("added", 0))
         for bucket in self.buckets:
             bucket.rests(method.get("resting", ()))
+
+
+def _distinct(order: str, count: int) -> list[int]:
+    """The order that rank 0 has sent, if it is one of parameters: an index that came twice would be
+    averaged twice."""
+    found = [int(i) for i in order.split(",") if i.isdecimal()]
+    if len(set(found)) != len(found) or any(i >= count for i in found):
+        raise UsageError(f"rank 0 sent no order of {count} parameters: {order[:80]!r}")
+    return found

@@ -33,7 +33,7 @@ else:
 Config = TypeVar("Config")
 
 
-def by_flag(error: ValueError, **renamed: str) -> UsageError:
+def by_flag(error: Exception, **renamed: str) -> UsageError:
     """A constructor's refusal, `Threshold(value_bits=...) takes ...`, in the words of the command
     line: `--value-bits takes ...`. `renamed` are settings whose flags have other names."""
 

@@ -238,7 +238,7 @@ def check_local(kind: type[LocalUpdates], settings: LocalSettings) -> None:
             build_local(kind, inner, settings, toy, None)
     except UsageError:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise by_flag(error, delay="fragment_delay", clip="outer_clip") from None
 
 

@@ -33,7 +33,17 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
     leader = world.rank == 0
     holds = leader and run_directory.LAUNCHED not in os.environ
     lock = _together(control, lambda: run_directory.Lock(run) if holds else None)
-    trainer = trainer_of(config)(config, world, control, task, run)
+    try:
+        summary = _train(config, trainer_of(config)(config, world, control, task, run), display)
+    finally:
+        if lock is not None:
+            lock.release()
+    world_module.shutdown()
+    return run, summary
+
+
+def _train(config: TrainConfig, trainer: Trainer, display: Display | None) -> dict[str, Any]:
+    control, run, leader = trainer.control, trainer.run, trainer.world.rank == 0
     trainer.prime()
     if config.loop.resume:
         loaded = _together(control, trainer.read_checkpoint)
@@ -47,10 +57,7 @@ def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Pat
         run_directory.write_summary(run, summary)
     metrics.close()
     control.barrier()
-    if lock is not None:
-        lock.release()
-    world_module.shutdown()
-    return run, summary
+    return summary
 
 
 def _files(config: TrainConfig, trainer: Trainer, display: Display | None) -> MetricsWriter:
