@@ -181,13 +181,14 @@ def test_and_keeps_it_after_the_freeze(ranks: Ranks, order: int) -> None:
 # -- a state that is loaded ------------------------------------------------------------------------
 
 
-def rolled_back(method: str) -> tuple[list[Tensor], list[Tensor]]:
-    """A warm-up state into an optimizer that has frozen, and clipped hard, since."""
+def rolled_back(method: str, settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """A warm-up state into an optimizer that has frozen, and clipped hard, since; with `late` it is
+    loaded while a momentum is in the air."""
     rank = tw.init().rank
     results = []
     for detour in (False, True):
         weights = [nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(3))]
-        optimizer = getattr(tw, method)(weights, lr=LR, freeze_at=6, clip=0.1)
+        optimizer = getattr(tw, method)(weights, lr=LR, freeze_at=6, clip=0.1, **settings)
         advance(optimizer, weights, range(4), rank)
         state = copy.deepcopy(optimizer.state_dict())
         if detour:
@@ -202,9 +203,20 @@ def rolled_back(method: str) -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("method", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
-def test_nothing_of_the_later_run_stays_after_loading(ranks: Ranks, method: str) -> None:
-    for straight, detour in ranks(2, rolled_back, method):
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("OneBitAdam", {}),
+        ("OneBitAdam", {"late": True}),
+        ("OneBitLamb", {}),
+        ("OneBitLamb", {"late": True}),
+        ("ZeroOneAdam", {}),
+    ],
+)
+def test_nothing_of_the_later_run_stays_after_loading(
+    ranks: Ranks, method: str, settings: dict[str, Any]
+) -> None:
+    for straight, detour in ranks(2, rolled_back, method, settings):
         assert all(map(torch.equal, straight, detour))
 
 
