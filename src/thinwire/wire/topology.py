@@ -112,12 +112,13 @@ def torus(size: int, rows: int | None = None) -> Topology:
     _require_size("torus", size)
     if rows is None:
         rows = max((r for r in range(1, math.isqrt(size) + 1) if size % r == 0), default=1)
-    if size > 1 and (not isinstance(rows, int) or rows < 2 or size % rows or size // rows < 2):
+    bad = not isinstance(rows, int) or rows < 1
+    if bad or (size > 1 and (rows < 2 or size % rows or size // rows < 2)):
         raise ValueError(
             f"torus(size={size}, rows={rows}) needs at least 2 x 2 ranks in whole rows; take "
             "another number of ranks, or a ring"
         )
-    columns = size // rows
+    columns = max(1, size // rows)  # of one rank, which has nobody to talk to
     edges = []
     for rank in range(size if size > 1 else 0):
         row, column = divmod(rank, columns)
