@@ -9,7 +9,6 @@ lines that names the Python type: so the words are read here.
 """
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -35,6 +34,7 @@ Config = TypeVar("Config")
 RENAMED = {"run": "run_dir"}
 MOST = 2**31 - 1  # of whole numbers, but for seeds: products of two of them still fit 64 bits
 _MOST_SEED = 2**63 - 1
+_LARGEST = 3e38  # of numbers
 _SHOWN = 60  # characters of a bad value that a message repeats
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _HELP = {"-h", "--help"}
@@ -237,8 +237,13 @@ def _number(flag: str, text: str, default: Any) -> float:
         number = None
     if number is None:
         raise UsageError(f"{flag} takes {spoken(float)}, got {shown(text)}")
-    if not math.isfinite(number):
-        raise UsageError(f"{flag} takes a finite number, got {shown(text, quoted=False)}")
+    return check_number(flag, number, shown(text, quoted=False))
+
+
+def check_number(flag: str, number: float, text: str = "") -> float:
+    """The number, if float32 can hold it: that is what it meets."""
+    if not abs(number) <= _LARGEST:
+        raise UsageError(f"{flag} takes a finite number, up to {_LARGEST:g}, got {text or number}")
     return number
 
 

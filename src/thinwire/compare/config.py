@@ -1,7 +1,6 @@
 """Settings of a comparison: what all methods share, which methods they are, and for how long."""
 
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from thinwire.command_line import parse_words
+from thinwire.command_line import check_number, parse_words
 from thinwire.compare.overrides import Overrides
 from thinwire.errors import UsageError
 from thinwire.lab.command import LinkConfig
@@ -165,8 +164,8 @@ def check(config: CompareConfig) -> None:
     """Refuses what no comparison could use, naming the flag."""
     race = config.race
     for name, value in flat_values(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"--{as_flag(name)} takes a finite number, got {value}")
+        if isinstance(value, float):
+            check_number(f"--{as_flag(name)}", value)
     for name, least in _LEAST.items():
         if getattr(race, name) < least:
             raise UsageError(f"--{as_flag(name)} takes {_why(name, least)}, got {_of(race, name)}")

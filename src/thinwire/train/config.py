@@ -9,7 +9,6 @@ with, and those beat the defaults: `thinwire train --run-dir DIR --resume` says 
 """
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from thinwire.command_line import parse_words
+from thinwire.command_line import check_number, parse_words
 from thinwire.errors import UsageError
 from thinwire.files import MOST_SETTINGS, load_json, read_bytes
 from thinwire.lab.command import LinkConfig
@@ -167,8 +166,8 @@ def check(config: TrainConfig) -> None:
     """Refuses values that no part of the run could use, naming the flag."""
     values = flat_values(config)
     for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"--{as_flag(name)} takes a finite number, got {value}")
+        if isinstance(value, float):
+            check_number(f"--{as_flag(name)}", value)
     for name, least in _LEAST.items():
         if values[name] < least:
             raise UsageError(f"--{as_flag(name)} takes a number >= {least}, got {values[name]}")

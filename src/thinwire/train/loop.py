@@ -239,9 +239,11 @@ class Trainer:
         that it is a state of ours."""
         try:
             yield
-        except ThinwireError:
+        except (ThinwireError, MemoryError, OSError):
             raise
         except Exception as error:
+            if "memory" in str(error):  # of an accelerator, say: that is no fault of its own
+                raise
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UsageError(
                 f"the checkpoint {checkpoint.latest(self.run)} does not fit this run ({cause}); "
@@ -257,7 +259,8 @@ class Trainer:
         self._restore_traffic(private["accounts"])
         self.batches.position = position_of(shared)
         self.seconds = float(shared["seconds"])
-        self._evaluated, self.found = shared["evaluated"]
+        evaluated, found = shared["evaluated"]
+        self._evaluated, self.found = int(evaluated), {str(k): float(v) for k, v in found.items()}
         if self.noise is not None and private["noise"]:
             self.noise.load_state(private["noise"])
         self.step = self._saved = loaded.step

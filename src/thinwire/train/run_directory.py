@@ -15,6 +15,7 @@ import re
 import stat
 import time
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class Lock:
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._file)
+            self._file.close()
             raise UsageError(
                 f"{run} is in use by another run: wait for it, or name another with --run-dir"
             ) from None
@@ -145,17 +146,17 @@ class Lock:
                 (self._made[0] / _LOCK).unlink()
                 for path in self._made:
                     path.rmdir()
-        os.close(self._file)
+        self._file.close()
 
 
-def _open_lock(path: Path) -> int:
+def _open_lock(path: Path) -> FileIO:
     """Never through a link, nothing is cut off, and a pipe does not hold it up."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} there is no plain file")
-    return descriptor
+    return FileIO(descriptor, "r+")
 
 
 def _unusable(run: Path, error: OSError) -> ThinwireError:

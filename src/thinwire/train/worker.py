@@ -18,7 +18,7 @@ from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
 
 T = TypeVar("T")
-_KINDS = (UsageError, StorageError)  # what one rank refuses for all
+_INPUT, _DISK = b"i", b"d"  # what a rank refuses for all: the first byte of what it says
 
 
 def run_worker(config: TrainConfig, display: Display | None = None) -> tuple[Path, dict[str, Any]]:
@@ -82,9 +82,10 @@ def _together(control: Wire, action: Callable[[], T]) -> T:
         result = action()
     except (UsageError, StorageError) as error:
         problem = error
-    said = "" if problem is None else f"{_KINDS.index(type(problem))}{problem}"
-    for rank, text in enumerate(control.gather_bytes(said.encode("utf-8", "replace"))):
+    mark = _DISK if isinstance(problem, StorageError) else _INPUT
+    said = b"" if problem is None else mark + str(problem).encode("utf-8", "replace")
+    for rank, text in enumerate(control.gather_bytes(said)):
         if text:
-            kind = _KINDS[text[:1] == b"1"]
+            kind = StorageError if text.startswith(_DISK) else UsageError
             raise problem or kind(f"worker {rank}: {text[1:].decode('utf-8', 'replace')}")
     return result
