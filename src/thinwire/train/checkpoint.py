@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import thinwire
-from thinwire.errors import StorageError, UsageError
+from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.files import load_json, read_bytes, storage_error
 from thinwire.train.model_identity import check_model, describe_model
 from thinwire.train.storage import (
@@ -163,11 +163,13 @@ def _together(
     tell: Callable[[str], list[str]] | None,
 ) -> None:
     """A phase of a save, and a meeting after it; what the disk refuses to one ends all."""
-    problem: StorageError | None = None
+    problem: ThinwireError | None = None
     try:
         phase()
     except OSError as error:
         problem = storage_error(draft, error)
+    except UsageError as error:  # a part that the leader does not see
+        problem = error
     if tell is None:
         if problem is not None:
             raise problem
