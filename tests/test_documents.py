@@ -35,6 +35,10 @@ SHOWN: dict[str, list[str] | None] = {
     "thinwire compare": None,
     "thinwire lab": None,
     "thinwire export": None,
+    "thinwire report": None,
+    "thinwire top": None,
+    "thinwire train --workers": None,
+    "thinwire train --workers N": None,
     "thinwire train --stages": None,
     "thinwire train --lab": None,
     "thinwire train --help": [],
@@ -249,7 +253,7 @@ def finish(program: Program) -> None:
 
 @pytest.mark.parametrize("text", [t for t in SHOWN if not in_lab(t) or SHOWN[t] is None])
 def test_thinwire(desk: Path, thinwire: Start, text: str) -> None:
-    if text.startswith(("thinwire report", "thinwire top runs/compare")):
+    if text.startswith(("thinwire report runs", "thinwire top runs/compare")):
         pytest.skip("with the comparisons")
     run_shown(text, thinwire)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import foreign_files as files
-from thinwire.errors import UsageError
+from thinwire.errors import StorageError, UsageError
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "../a", "/etc", "a\0b", None, 3])
@@ -88,9 +88,9 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(UsageError, match=r"cannot write .*report\.html: Is a directory"):
+    with pytest.raises(StorageError, match=r"cannot write .*report\.html: Is a directory"):
         files.write(tmp_path / "report.html", "new")
-    with pytest.raises(UsageError, match="No such file or directory"):
+    with pytest.raises(StorageError, match="No such file or directory"):
         files.write(tmp_path / "nowhere" / "report.html", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 

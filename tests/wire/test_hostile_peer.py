@@ -33,7 +33,7 @@ def announce(wire: tw.Wire, length: int) -> None:
     assert carrier is not None
     rows = torch.zeros(wire.size, 1, dtype=torch.int64)
     own = torch.tensor([length])
-    carrier.launch(rows, lambda b: transfers.gather_rows(b, own, carrier.group)).wait()
+    carrier.launch(rows, lambda b: transfers.gather_rows(b, own, carrier.group), sent=8).wait()
 
 
 def announced(length: int) -> tuple[str, int]:
