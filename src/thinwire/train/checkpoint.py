@@ -26,7 +26,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -38,6 +37,7 @@ from typing import Any
 import thinwire
 from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.files import load_json, read_bytes, storage_error
+from thinwire.train.manifest import STEP_NAME, Manifest, manifest_of, part_of
 from thinwire.train.model_identity import check_model, describe_model
 from thinwire.train.storage import (
     METADATA,
@@ -53,6 +53,7 @@ from thinwire.train.tree import DOCUMENT, entries_below, flatten, unflatten
 
 __all__ = [
     "Loaded",
+    "Manifest",
     "check_model",
     "describe_model",
     "flatten",
@@ -65,20 +66,6 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "thinwire.json"
-_STEP_NAME = re.compile(r"step-[0-9]{8,18}")
-_MOST_REPLICAS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    path: Path
-    step: int
-    replicas: int
-    meta: dict[str, Any]
-    parts: dict[str, int]
-    """CRC-32 of each part's metadata."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,7 @@ def save(
         if leader:
             write_entries(draft / "shared", flatten(shared))
             _reached("shared written")
-        write_entries(draft / _part(replica), flatten(private))
+        write_entries(draft / part_of(replica), flatten(private))
         _reached("private written")
 
     def commit() -> None:
@@ -199,7 +186,7 @@ def load(path: str | Path, *, replica: int, keys: Collection[str] | None = None)
     return Loaded(
         step=manifest.step,
         shared=_read_part(manifest, "shared", keys),
-        private=_read_part(manifest, _part(source), keys),
+        private=_read_part(manifest, part_of(source), keys),
         meta=manifest.meta,
         replicas=manifest.replicas,
         source=source,
@@ -226,7 +213,7 @@ def read_manifest(path: str | Path) -> Manifest:
                 f"{checkpoint} has format {body['format']}, made by thinwire {body['thinwire']}; "
                 f"this is thinwire {thinwire.__version__}, which reads up to {FORMAT}: upgrade it"
             )
-        return _manifest_of(checkpoint, body)
+        return manifest_of(checkpoint, body)
     except UsageError:
         raise
     except OSError as error:
@@ -238,32 +225,11 @@ def read_manifest(path: str | Path) -> Manifest:
         raise _corrupt(checkpoint, f"{file.name} is garbled ({error})") from None
 
 
-def _manifest_of(checkpoint: Path, body: dict[str, Any]) -> Manifest:
-    """ValueError where a figure is none that a save has written."""
-    step, replicas, meta, parts = (body[key] for key in ("step", "replicas", "meta", "parts"))
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step {step!r:.40}")
-    named = _STEP_NAME.match(checkpoint.name)
-    if named is not None and int(named[0].removeprefix("step-")) != step:
-        raise ValueError(f"it is of step {step}, not of that in its directory's name")
-    if type(replicas) is not int or not 0 < replicas <= _MOST_REPLICAS:
-        raise ValueError(f"{replicas!r:.40} replicas")
-    if not isinstance(meta, dict) or not isinstance(parts, dict):
-        raise ValueError("meta and parts by name are missing")
-    if set(parts) != {"shared", *map(_part, range(replicas))}:
-        raise ValueError(f"its parts are not those of {replicas} replicas")
-    return Manifest(checkpoint, step, replicas, meta, parts)
-
-
 # Writing
 
 
 def _reached(moment: str) -> None:
     """Does nothing; tests replace it to end the process at a named moment of a save."""
-
-
-def _part(replica: int) -> str:
-    return f"replica-{replica}"
 
 
 def _checksum(body: Any) -> int:
@@ -272,7 +238,7 @@ def _checksum(body: Any) -> int:
 
 def _write_manifest(draft: Path, step: int, replicas: int, meta: Mapping[str, Any]) -> None:
     parts = {}
-    for part in ("shared", *map(_part, range(replicas))):
+    for part in ("shared", *map(part_of, range(replicas))):
         try:
             parts[part] = zlib.crc32((draft / part / METADATA).read_bytes())
         except OSError:
@@ -331,7 +297,7 @@ def _prune(root: Path, step: int, keep: int) -> None:
     Later steps belong to a run that was taken up again further back: they are left until this run
     has passed them.
     """
-    found = [path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    found = [path for path in root.iterdir() if STEP_NAME.fullmatch(path.name)]
     steps = sorted(found, key=lambda path: int(path.name[len("step-") :]))
     past = [path for path in steps if int(path.name[len("step-") :]) <= step]
     for path in past[:-keep]:
@@ -372,7 +338,7 @@ def _named_by_latest(root: Path) -> Path:
         raise UsageError(
             f"cannot read {root / 'latest'}: {error.strerror}; pass one of {root}/step-*"
         ) from None
-    if not _STEP_NAME.fullmatch(name):
+    if not STEP_NAME.fullmatch(name):
         raise UsageError(
             f"{root / 'latest'} is garbled: it should name a step; pass one of {root}/step-*"
         )
