@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# As the command line sets it before it imports torch, which the server below does once for all.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 torch.set_num_threads(1)
 
 # A server that has imported everything once: each rank is a fork of it, started in milliseconds.
