@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from virtual import VirtualWorld  # isort: skip
 
 import thinwire as tw
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
-from thinwire.train.models import ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model
 from thinwire.wire.codecs import Threshold
 
 BATCH, CONTEXT, VALIDATION_WINDOWS = 4, 64, 400

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.freeze import FreezeRule
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import IGNORED, Batches, DataConfig, validation_batches
-from thinwire.train.models import GPT, ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, learning_rate
+from thinwire.methods.onebit.freeze import FreezeRule
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import IGNORED, Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 
 REPLICAS, BATCH, CONTEXT, EPS, DECAY = 2, 8, 64, 1e-8, 0.01
 FLOOR = 0.01  # the optimizers' default

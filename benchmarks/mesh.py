@@ -24,7 +24,7 @@ from runs import curve, seconds_to  # isort: skip
 
 MESH = ["--stages", "2", "--replicas", "2"]
 ASYNC = [*MESH, "--method", "asyncmesh"]
-SYNC = [*MESH, "--method", "average", "--schedule", "flush", "--optimizer", "LookAhead"]
+SYNC = [*MESH, "--method", "average", "--schedule", "flush", "--optimizer", "AsyncNAdam"]
 
 
 def main() -> None:

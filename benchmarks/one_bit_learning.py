@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import thinwire as tw
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import IGNORED, Batches, DataConfig, validation_batches
-from thinwire.train.methods import find_method
-from thinwire.train.models import GPT, ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.replica import Replica
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import IGNORED, Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import current
 

@@ -33,8 +33,8 @@ from side_by_side import Contender, compete, in_lab, method, show  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.models import GPT
-from thinwire.train.replica import Replica
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT
 from thinwire.wire.wire import Wire
 
 MODEL, BATCH, CONTEXT, RATE = "gpt-3m", 8, 128, "100mbit"
@@ -63,21 +63,21 @@ def contenders(quick: bool) -> list[Contender]:
 
     def frozen(name: str, clip: float, late: bool = False) -> Contender:
         label = f"{name}, {'late, ' if late else ''}clip {clip:.0f}"
-        build = method(name, freeze_at=FROZEN, late=late)
+        build = method(name, freeze_at=FROZEN, delayed_step=late)
         return Contender(label, build, FROZEN + 2, timed, clip=clip)
 
     none = Contender("none", method("none"), 1, timed)
     meeting = Contender("none, in step", in_step, 2, timed)
     ddp = Contender("ddp", method("ddp"), 1, timed // 2)
     sketch = Contender("powersgd", powersgd, 3, timed)
-    adam, late = frozen("one-bit-adam", 0.0), frozen("one-bit-adam", 0.0, late=True)
+    adam, late = frozen("one-bit-adam", 0.0), frozen("one-bit-adam", 0.0, delayed_step=True)
     if quick:
         return [none, meeting, adam, late, ddp, sketch]
     more = [frozen("one-bit-lamb", 0.0), frozen("one-bit-adam", 1.0), frozen("one-bit-lamb", 1.0)]
     later = [
-        frozen("one-bit-lamb", 0.0, late=True),
-        frozen("one-bit-adam", 1.0, late=True),
-        frozen("one-bit-lamb", 1.0, late=True),
+        frozen("one-bit-lamb", 0.0, delayed_step=True),
+        frozen("one-bit-adam", 1.0, delayed_step=True),
+        frozen("one-bit-lamb", 1.0, delayed_step=True),
     ]
     always = method("zero-one-adam", freeze_at=FROZEN, longest=1)
     often = method("zero-one-adam", freeze_at=FROZEN, local_double_after=1, longest=4)

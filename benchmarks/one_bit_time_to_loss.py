@@ -35,12 +35,12 @@ from side_by_side import Build, Contender, compete, in_lab, method  # isort: ski
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.corpus import Corpus
-from thinwire.train.data import Batches
-from thinwire.train.models import GPT, ModelConfig, build_model
-from thinwire.train.one_bit_methods import LambSettings, build_lamb
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer
-from thinwire.train.replica import Replica
+from thinwire.train.data.corpus import Corpus
+from thinwire.train.data.tokens import Batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer
+from thinwire.train.methods.onebit import LambSettings, build_lamb
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire.world import World
 
 RATE, DELAY = "100mbit", "1ms"
@@ -99,7 +99,7 @@ def contenders(timed: int) -> list[Contender]:
         if not late:
             dense_steps = method(name, freeze_at=never)
             chosen.append(Accumulated(f"{name}, warm-up", dense_steps, 2, timed))
-        build = method(name, freeze_at=FROZEN, late=late)
+        build = method(name, freeze_at=FROZEN, delayed_step=late)
         chosen.append(Accumulated(f"{run}, compressed", build, FROZEN + 2, timed))
     for lamb, sixteen in itertools.product((True, False), (False, True)):
         label = f"{'lamb' if lamb else 'adamw'}, ddp{' 16 bit' if sixteen else ''}"

@@ -25,17 +25,17 @@ import torch
 from torch import nn
 
 from thinwire.pipeline import (
-    LookAhead,
+    AsyncNAdam,
     Schedule,
     SimulatedPipeline,
     micro_batches,
     split,
     stage_settings,
 )
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
-from thinwire.train.models import ModelConfig, build_model, token_loss
-from thinwire.train.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model, token_loss
 from thinwire.wire.codecs import Codec, Dense, Int8
 
 STAGES, BATCH, CONTEXT = 4, 16, 64
@@ -45,7 +45,7 @@ Make = Callable[[nn.Module, Schedule, float, int], torch.optim.Optimizer]
 
 
 def look_ahead(beta: float = 0.99) -> Make:
-    return lambda module, schedule, lr, updates: LookAhead(
+    return lambda module, schedule, lr, updates: AsyncNAdam(
         module.parameters(), lr=lr, updates=updates, betas=(beta, 0.999)
     )
 
@@ -59,7 +59,7 @@ def adamw(beta: float = 0.9) -> Make:
 def staged(module: nn.Module, schedule: Schedule, lr: float, updates: int) -> torch.optim.Optimizer:
     """The momentum of a stage without a stash; its learning rate is set at every update."""
     momentum = stage_settings(schedule, 0).momentum
-    return LookAhead(module.parameters(), lr=lr, updates=updates, betas=(momentum, 0.999))
+    return AsyncNAdam(module.parameters(), lr=lr, updates=updates, betas=(momentum, 0.999))
 
 
 @dataclass

@@ -27,13 +27,16 @@ from typing import Any
 import torch
 
 from thinwire.lab import Lab, Link
-from thinwire.optim import LocalUpdates, OneBitAdam, OneBitLamb, SparseAverage
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig
-from thinwire.train.methods import find_method
-from thinwire.train.models import GPT, ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer
-from thinwire.train.replica import Replica
+from thinwire.methods.local.local_updates import LocalUpdates
+from thinwire.methods.onebit.one_bit_adam import OneBitAdam
+from thinwire.methods.onebit.one_bit_lamb import OneBitLamb
+from thinwire.methods.sparse.sparse_average import SparseAverage
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire import Flight, World, init
 from thinwire.wire.wire import Wire
 

@@ -52,7 +52,7 @@ class VirtualWorld:
 
     def build(self, make: Callable[[], T]) -> T:
         """make(), with a virtual wire wherever an optimizer of thinwire makes one."""
-        with self.lock, mock.patch("thinwire.optim.base.Wire", self._wire):
+        with self.lock, mock.patch("thinwire.methods.base.Wire", self._wire):
             return make()
 
     def _wire(self, group: Any = None, *, name: str = "wire") -> "VirtualWire":

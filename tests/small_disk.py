@@ -80,7 +80,7 @@ def _thinwire(words: list[str]) -> dict[str, Any]:
 
 
 def _load(run: str) -> int:
-    from thinwire.train import checkpoint
+    from thinwire.train.checkpoints import checkpoint
 
     manifest = checkpoint.read_manifest(run)
     for replica in range(manifest.replicas):

@@ -132,7 +132,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "Lars": weights,
     "LocalSGD": inner,
     "LocalUpdates": lambda: inner() | {"every": 4},
-    "LookAhead": lambda: weights() | {"updates": 10},
+    "AsyncNAdam": lambda: weights() | {"updates": 10},
     "NoiseScale": lambda: {"params": list(model().parameters()), "batch": 8},
     "OneBitAdam": weights,
     "OneBitLamb": weights,

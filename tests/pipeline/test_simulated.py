@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.pipeline import oracle
-from thinwire.pipeline import LookAhead, SimulatedPipeline
+from thinwire.pipeline import AsyncNAdam, SimulatedPipeline
 from thinwire.pipeline.simulated import travelled
 from thinwire.wire.codecs import Int8
 
@@ -148,7 +148,7 @@ def test_codecs_and_the_look_ahead_optimizer() -> None:
     run(
         3,
         oracle.one_f_one_b(3),
-        optimize=lambda module: LookAhead(module.parameters(), lr=0.02, updates=UPDATES),
+        optimize=lambda module: AsyncNAdam(module.parameters(), lr=0.02, updates=UPDATES),
         codec=Int8(),
         gradient_codec=Int8(),
         oracle_settings={"passed": lambda t: travelled(t, Int8())},

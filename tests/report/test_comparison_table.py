@@ -5,8 +5,8 @@ import io
 
 import pytest
 from rich.console import Console
-from tests.report.samples import METHODS, sample
 
+from tests.report.samples import METHODS, sample
 from thinwire.report.comparison import UNFINISHED
 from thinwire.report.comparison_table import csv_text, notes, print_comparison
 

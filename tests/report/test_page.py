@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.samples import METHODS, sample
 
+from tests.report.samples import METHODS, sample
 from thinwire.report.comparison import Comparison
 from thinwire.report.figures import figures, label, style
 from thinwire.report.page import findings, page, write_page

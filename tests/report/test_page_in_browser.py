@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+
 from tests.report.browser import CHROMIUM, DRIVER, Browser
 from tests.report.samples import sample
 from tests.report.test_page import HOSTILE, hostile
-
 from thinwire.report.page import write_page
 
 pytestmark = pytest.mark.skipif(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
 from tests.report.test_live import STEP, SUMMARY
 from tests.report.test_top import record, write
-
 from thinwire.errors import UsageError
 from thinwire.report.live import Display
 from thinwire.report.race_display import RaceDisplay

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.conftest import Ranks
 from tests.programs import corpus, records, small  # noqa: F401
-
 from thinwire.train.config import parse
 from thinwire.train.worker import run_worker
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.conftest import Ranks
 from tests.programs import (  # noqa: F401
     Program,
@@ -20,13 +21,12 @@ from tests.programs import (  # noqa: F401
     thinwire,
     worker_pid,
 )
-
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
 from thinwire.lab.environment import free_port
 from thinwire.lab.output import Line
 from thinwire.train.config import parse
-from thinwire.train.loop import Trainer
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.worker import run_worker
 from thinwire.wire.agreement import digest
 

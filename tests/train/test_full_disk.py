@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.programs import (  # noqa: F401
     Program,
     Start,
@@ -18,9 +19,8 @@ from tests.programs import (  # noqa: F401
     worker_pid,
 )
 from tests.small_disk import run_scenarios
-
 from thinwire.lab.environment import free_port
-from thinwire.train import checkpoint
+from thinwire.train.checkpoints import checkpoint
 
 MB = 1 << 20
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from tests.programs import (  # noqa: F401
     Start,
     corpus,
@@ -15,8 +16,7 @@ from tests.programs import (  # noqa: F401
     thinwire,
     worker_pid,
 )
-
-from thinwire.train import checkpoint
+from thinwire.train.checkpoints import checkpoint
 
 FOREVER = 100_000
 
@@ -107,7 +107,7 @@ def test_a_signal_too_late_to_stop_anything_is_no_stop(
 
 
 def signal_at_the_end() -> None:
-    from thinwire.train.loop import Trainer
+    from thinwire.train.loop.trainer import Trainer
 
     evaluate = Trainer.evaluate
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.programs import corpus  # noqa: F401
 
+from tests.programs import corpus  # noqa: F401
 from thinwire.errors import UsageError
 from thinwire.train import memory
 from thinwire.train.available import available
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.models import Stack
 from thinwire.train.preflight import preflight_parts
-from thinwire.train.task import Task
+from thinwire.train.tasks.models import Stack
+from thinwire.train.tasks.task import Task
 
 
 def made(corpus: str, *argv: str) -> tuple[TrainConfig, Task, Stack]:

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.programs import listing
 
+from tests.programs import listing
 from thinwire.errors import UsageError
-from thinwire.train import checkpoint, run_directory
+from thinwire.train import run_directory
+from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import CONFIG, TrainConfig, parse
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Ranks
 
 import thinwire as tw
+from tests.conftest import Ranks
 from thinwire.wire import collectives
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback, Feedback, Int4, Int8, OneBit, TopK
 from thinwire.wire.codecs.threshold import Threshold

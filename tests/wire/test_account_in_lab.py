@@ -1,8 +1,8 @@
 """The account's bytes against the kernel's own count, on an emulated network."""
 
 import pytest
-from tests.hosts import on_hosts
 
+from tests.hosts import on_hosts
 from thinwire.lab import Link
 
 pytestmark = pytest.mark.alone

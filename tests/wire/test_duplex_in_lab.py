@@ -1,8 +1,8 @@
 """Both directions of a link at once, also when one rank comes late."""
 
 import pytest
-from tests.hosts import on_hosts
 
+from tests.hosts import on_hosts
 from thinwire.lab import Link
 
 pytestmark = pytest.mark.alone

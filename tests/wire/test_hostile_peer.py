@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import Ranks
 
 import thinwire as tw
+from tests.conftest import Ranks
 from thinwire.errors import UsageError
 from thinwire.pipeline.channel import Form
 from thinwire.pipeline.rehearsal import Rehearsal

@@ -6,7 +6,6 @@ from pathlib import Path
 from tests import sockets
 from tests.hosts import on_hosts
 from tests.programs import Start, corpus, small, steps_done, thinwire, worker_pid  # noqa: F401
-
 from thinwire.lab import Link
 
 LISTENING = (

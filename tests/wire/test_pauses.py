@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.wire import carrier, meeting
+from thinwire.wire import carrier, evaluation
 from thinwire.wire.account import Account, Landing
+from thinwire.wire.evaluation import EvaluationWire
 from thinwire.wire.flight import Flight
-from thinwire.wire.meeting import Meeting
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_a_listener_hears_the_course_of_a_flight(clock: list[float]) -> None:
 
 def meet(folder: str) -> tuple[list[torch.Tensor], int, bool]:
     tw.init()
-    wire = Meeting(name="evaluation")
+    wire = EvaluationWire(name="evaluation")
     values = torch.arange(1000.0) * (wire.rank + 1)
     plain = wire.mean(values.clone()).wait()
     counted = wire.account.bytes
-    meeting.through(Path(folder))
+    evaluation.share_memory(Path(folder))
     beside = [wire.mean(values.clone()).wait() for _ in range(2)]
-    meeting.through(None)
+    evaluation.share_memory(None)
     carrier.settle()
     return [plain, *beside], wire.account.bytes - counted, any(Path(folder).iterdir())
 

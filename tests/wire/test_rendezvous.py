@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import Ranks, free_port
-from tests.sockets import listening
 from torch import nn
 
 import thinwire as tw
+from tests.conftest import Ranks, free_port
+from tests.sockets import listening
 from thinwire.errors import UsageError
 from thinwire.wire import rendezvous
 from thinwire.wire.rendezvous import Place

@@ -1,8 +1,8 @@
 """A row of two-phase means pays the delay of the network twice, not twice for each of them."""
 
 import pytest
-from tests.hosts import on_hosts
 
+from tests.hosts import on_hosts
 from thinwire.lab import Link
 
 pytestmark = pytest.mark.alone

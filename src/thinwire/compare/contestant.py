@@ -19,12 +19,13 @@ from thinwire.compare import records
 from thinwire.compare.arena import Arena
 from thinwire.compare.records import Record, Scribe
 from thinwire.errors import NonFinite
-from thinwire.train import checkpoint, run_directory
+from thinwire.train import run_directory
+from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop import Trainer
-from thinwire.train.metrics import MetricsWriter, json_able
-from thinwire.train.stage_trainer import StageTrainer, trainer_of
-from thinwire.train.task import Task
+from thinwire.train.loop.metrics import MetricsWriter, json_able
+from thinwire.train.loop.stage_trainer import StageTrainer, trainer_of
+from thinwire.train.loop.trainer import Trainer
+from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account, Landing
 
 _FREE = 0.01  # of a turn: who waited less has waited for nobody

@@ -29,9 +29,9 @@ from thinwire.errors import NonFinite, StorageError, ThinwireError
 from thinwire.train import config as train_config
 from thinwire.train.config import TrainConfig
 from thinwire.train.flags import with_values
-from thinwire.train.task import Task
-from thinwire.train.tasks import find_task
-from thinwire.wire import meeting
+from thinwire.train.tasks.registry import find_task
+from thinwire.train.tasks.task import Task
+from thinwire.wire import evaluation
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire
@@ -82,7 +82,7 @@ class HeatWorker:
         world_module.init(timeout=self._config.race.timeout)
         self.control = Wire(name="control")
         require_same(self.control, asdict(heat))
-        meeting.through(Path(heat.door))
+        evaluation.share_memory(Path(heat.door))
         self._folder = Path(heat.folder)
         link = self._config.link(heat.rate)
         self._arena = Arena(self.control, link.delay + link.jitter)

@@ -1,56 +1,23 @@
-"""The methods, one file each; every one is a torch.optim.Optimizer."""
+"""Plain optimizers, which send nothing: LAMB and LARS, and NAdam for asynchronous stages."""
 
-from thinwire.optim import hooks
-from thinwire.optim.adversarial import ConcurrentAdversarial
-from thinwire.optim.base import WireOptimizer
-from thinwire.optim.decentlam import DecentLaM
-from thinwire.optim.dsgd import DSGD, DmSGD
-from thinwire.optim.dual_batch_norm import dual_batch_norm
-from thinwire.optim.gradient_average import GradientAverage
+from typing import Any
+
+from thinwire.deprecated import moved
+from thinwire.optim.async_nadam import AsyncNAdam
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.lars import Lars
-from thinwire.optim.local_updates import LocalUpdates
-from thinwire.optim.noise_scale import NoiseScale
-from thinwire.optim.one_bit_adam import OneBitAdam
-from thinwire.optim.one_bit_lamb import OneBitLamb
-from thinwire.optim.outer import Outer
-from thinwire.optim.presets import (
-    CO2,
-    DiLoCo,
-    Eager,
-    LocalSGD,
-    Overlapped,
-    SlowMo,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
-from thinwire.optim.sparse_average import SparseAverage
-from thinwire.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = [
-    "CO2",
-    "DSGD",
-    "ConcurrentAdversarial",
-    "DecentLaM",
-    "DiLoCo",
-    "DmSGD",
-    "Eager",
-    "GradientAverage",
-    "Lamb",
-    "Lars",
-    "LocalSGD",
-    "LocalUpdates",
-    "NoiseScale",
-    "OneBitAdam",
-    "OneBitLamb",
-    "Outer",
-    "Overlapped",
-    "SlowMo",
-    "SparseAverage",
-    "SparseLoCo",
-    "StreamingDiLoCo",
-    "WireOptimizer",
-    "ZeroOneAdam",
-    "dual_batch_norm",
-    "hooks",
-]
+__all__ = ["AsyncNAdam", "Lamb", "Lars"]
+
+_METHODS = (
+    "CO2 DSGD DecentLaM DiLoCo DmSGD Eager GradientAverage LocalSGD LocalUpdates OneBitAdam "
+    "OneBitLamb Outer Overlapped SlowMo SparseAverage SparseLoCo StreamingDiLoCo WireOptimizer "
+    "ZeroOneAdam hooks"
+)
+_EXTRAS = "ConcurrentAdversarial NoiseScale dual_batch_norm"
+_MOVED = {name: f"thinwire.{name}" for name in _METHODS.split()}
+_MOVED |= {name: f"thinwire.extras.{name}" for name in _EXTRAS.split()}
+
+
+def __getattr__(name: str) -> Any:
+    return moved("thinwire.optim", name, _MOVED)

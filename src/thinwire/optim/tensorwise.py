@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.base import Closure
-from thinwire.optim.checks import require_dense_gradient
+from thinwire.methods.base import Closure
+from thinwire.methods.shared.checks import require_dense_gradient
 
 
 class TensorwiseOptimizer(torch.optim.Optimizer):

@@ -71,7 +71,7 @@ class AsyncPipeline:
         recompute: run forwards again instead of keeping their graphs, when memory runs out.
         look_ahead: 1 runs each forward on the weights moved on by as many updates as its gradient
             will be late, at the speed of the last update (0: the newest weights). Use it with
-            LookAhead or another optimizer whose steps are smooth, momentum 0.95 and more.
+            AsyncNAdam or another optimizer whose steps are smooth, momentum 0.95 and more.
         accumulate: micro-batches per update. More of them make the delay smaller and updates rarer.
         lead: further micro-batches in flight per hop. Raise it when `account.exposed` grows with
             the link's delay (see `lead_for`); each adds an update of delay per hop.

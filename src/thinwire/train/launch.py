@@ -24,9 +24,10 @@ from thinwire.lab.network import Lab
 from thinwire.lab.output import KEPT, Line
 from thinwire.report.live import Display
 from thinwire.report.table import print_checks, print_summary
-from thinwire.train import checkpoint, run_directory
+from thinwire.train import run_directory
+from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.metrics import MetricsTail, metrics_file
+from thinwire.train.loop.metrics import MetricsTail, metrics_file
 from thinwire.train.preflight import preflight
 from thinwire.train.worker import run_worker
 

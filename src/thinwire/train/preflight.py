@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.train import checkpoint, run_directory
+from thinwire.train import run_directory
+from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
+from thinwire.train.loop.metrics import require_tensorboard
+from thinwire.train.loop.optimizers import try_optimizer
+from thinwire.train.loop.pipelining import cut_model
 from thinwire.train.memory import require_memory, workers_here
-from thinwire.train.metrics import require_tensorboard
-from thinwire.train.models import Stack
-from thinwire.train.optimizers import try_optimizer
-from thinwire.train.pipelining import cut_model
-from thinwire.train.task import Task
-from thinwire.train.tasks import find_task
+from thinwire.train.tasks.models import Stack
+from thinwire.train.tasks.registry import find_task
+from thinwire.train.tasks.task import Task
 
 
 def preflight(config: TrainConfig, run: Path) -> Task:

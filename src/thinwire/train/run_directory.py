@@ -29,9 +29,9 @@ from thinwire.files import (
     write_whole,
     writing,
 )
-from thinwire.train import checkpoint
+from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import CONFIG, TrainConfig, flat_values, with_checksum
-from thinwire.train.metrics import json_able
+from thinwire.train.loop.metrics import json_able
 
 LAUNCHED = "THINWIRE_TRAIN_LAUNCHED"  # set by the launcher of train, which then holds the lock
 _LOCK = ".lock"

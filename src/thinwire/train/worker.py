@@ -9,10 +9,10 @@ from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.report.live import Display
 from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop import Trainer
-from thinwire.train.metrics import MetricsWriter, tensorboard_listener
+from thinwire.train.loop.metrics import MetricsWriter, tensorboard_listener
+from thinwire.train.loop.stage_trainer import trainer_of
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
-from thinwire.train.stage_trainer import trainer_of
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same
 from thinwire.wire.wire import Wire

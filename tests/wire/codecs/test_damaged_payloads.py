@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tests.conftest import Ranks
 from torch import Tensor
 
 import thinwire as tw
+from tests.conftest import Ranks
 from thinwire.errors import BadPayload
 from thinwire.pipeline.crossing import Activations, Sieve
 from thinwire.wire.codecs import Codec

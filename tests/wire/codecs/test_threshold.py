@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Ranks
-from tests.wire.codecs.threshold_oracle import Mean, Stream, is_refresh, pieces_of
 from torch import Tensor
 
 import thinwire as tw
+from tests.conftest import Ranks
+from tests.wire.codecs.threshold_oracle import Mean, Stream, is_refresh, pieces_of
 from thinwire.wire.codecs import Codec, ErrorFeedback, Threshold, parse
 from thinwire.wire.codecs.selection import select
 from thinwire.wire.codecs.sparse import Levels, Places

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.conftest import Ranks
-from tests.optim import local_oracle as oracle
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.conftest import Ranks
+from tests.methods.local import local_oracle as oracle
 from thinwire.wire.codecs import ErrorFeedback, TopK, parse
 
 NUMEL, LR = 3000, 0.05

@@ -1,0 +1,1 @@
+"""Data parallelism: gradients averaged at every step, in any codec."""

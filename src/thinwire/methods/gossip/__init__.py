@@ -1,0 +1,1 @@
+"""Decentralized methods: every replica exchanges weights with its neighbours in a graph."""

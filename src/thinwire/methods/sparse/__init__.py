@@ -1,0 +1,1 @@
+"""Sparse averaging: a few of the weights at a time, and nobody waits for them."""

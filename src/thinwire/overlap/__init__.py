@@ -1,0 +1,1 @@
+"""Sending during the backward pass: buckets, the gradient reducer, two levels of links."""

@@ -1,0 +1,1 @@
+"""The training loop of one worker, and what it measures."""

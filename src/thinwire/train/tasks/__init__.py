@@ -1,0 +1,1 @@
+"""What a run trains: models, losses and evaluation of text and of images."""
