@@ -47,7 +47,10 @@ def public() -> dict[str, Callable[..., Any]]:
     return {
         name: thing
         for name, thing in found.items()
-        if callable(thing) and not inspect.isabstract(thing) and once[id(thing)] == name
+        if callable(thing)
+        and not inspect.isabstract(thing)
+        and once[id(thing)] == name
+        and not (isinstance(thing, type) and issubclass(thing, Exception))
     }
 
 
@@ -123,6 +126,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "ConcurrentAdversarial": adversary,
     "Cut": dict,
     "DecentLaM": weights,
+    "DesLoc": inner,
     "DiLoCo": inner,
     "DmSGD": weights,
     "Eager": inner,
@@ -214,7 +218,7 @@ FINE: dict[str, tuple[float, ...]] = {
     "bucket_mb": (HUGE,),
     "floor": (0,),
     "delay": (0,),
-    "fresh": (0,),
+    "own_weight": (0,),
     "merge": (0,),
     "look_ahead": SOME,
     "lead": (0,),

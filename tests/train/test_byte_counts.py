@@ -21,7 +21,7 @@ def train(argv: list[str]) -> dict[str, Any]:
         ["--method", "overlapped", "--every", "2", "--codec", "int8"],
         ["--method", "streaming-diloco", "--every", "8", "--fragment-delay", "1"],
         ["--method", "sparse-average", "--averaging-delay", "3"],
-        ["--method", "one-bit-adam", "--freeze-at", "3", "--late", "--clip", "0"],
+        ["--method", "one-bit-adam", "--freeze-at", "3", "--delayed-step", "--clip", "0"],
     ],
     ids=lambda flags: flags[1],
 )

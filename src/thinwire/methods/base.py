@@ -99,6 +99,8 @@ class WireOptimizer(torch.optim.Optimizer):
         name = own if name is None else require_text(own, "name", name)
         require_group(own, "group", group)
         require_kind(own, "defaults", defaults, dict, "a dict of settings")
+        if inner is not None:
+            require_inner(own, inner)
         super().__init__(require_params(own, params), defaults)
         self.group = group
         self.session = Session(self, group, Wire(group, name=name), inner)

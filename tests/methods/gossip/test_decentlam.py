@@ -15,6 +15,7 @@ import thinwire as tw
 from tests.conftest import Ranks
 from tests.methods.gossip import decent_oracle as oracle
 from thinwire.errors import NonFinite
+from thinwire.methods.gossip.dsgd import require_agreement
 from thinwire.methods.shared.flat import Flat
 from thinwire.wire import topology
 from thinwire.wire.codecs import Dense, ErrorFeedback, Int4, Int8, OneBit
@@ -497,4 +498,4 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 def test_ranks_that_only_swap_never_agree() -> None:
     with pytest.raises(ValueError, match="never agree"):
-        tw.optim.dsgd.require_agreement("DSGD", topology.from_matrix([[0.0, 1.0], [1.0, 0.0]]))
+        require_agreement("DSGD", topology.from_matrix([[0.0, 1.0], [1.0, 0.0]]))

@@ -18,7 +18,7 @@ Gradient = Callable[[int, int, Tensor], Tensor]  # (replica, step, weights) -> g
 class Settings:
     every: int
     delay: int | str = 0
-    fresh: float = 0.0
+    own_weight: float = 0.0
     merge: float = 0.0
     lr: float = 1.0
     momentum: float = 0.0
@@ -78,12 +78,12 @@ def run(
             own = [x[i] - y[i] for i in range(replicas)]
         if since == 0 and s.delay == "round":
             for i in range(replicas):
-                if s.fresh == 0:
+                if s.own_weight == 0:
                     if in_air is not None:
                         x[i] = outers[i].step(x[i], mean(in_air))
                 else:
                     arrived = torch.zeros_like(start) if in_air is None else mean(in_air)
-                    x[i] = outers[i].step(x[i], arrived + s.fresh * (own[i] - before[i]))
+                    x[i] = outers[i].step(x[i], arrived + s.own_weight * (own[i] - before[i]))
                 y[i] = x[i].clone()
             before, in_air = own, own
         elif since == 0:

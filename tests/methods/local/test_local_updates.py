@@ -36,7 +36,7 @@ def engine(settings: Settings, steps: int, replicas: int, **more: Any) -> tuple[
             inner,
             every=settings.every,
             delay=settings.delay,  # type: ignore[arg-type]
-            own_weight=settings.fresh,
+            own_weight=settings.own_weight,
             merge=settings.merge,
             outer=outer,
             **more,
@@ -116,7 +116,7 @@ def test_clipping_changes_the_momentum_when_it_must(ranks) -> None:
         assert norm <= 2.0 * (0.9 * 3.3 + 0.1 * 320) / 0.8
 
 
-def test_fresh_1_follows_the_blocking_method_on_average() -> None:
+def test_own_weight_1_follows_the_blocking_method_on_average() -> None:
     """Gradients linear in the weights: the mean over replicas obeys SlowMo's recursion exactly."""
     replicas, every, rounds = 4, 3, 8
     gradient = oracle.quadratic(replicas, NUMEL)
@@ -131,7 +131,7 @@ def test_fresh_1_follows_the_blocking_method_on_average() -> None:
         )
 
 
-def test_cocod_is_fresh_1_without_momentum() -> None:
+def test_cocod_is_own_weight_1_without_momentum() -> None:
     """x_i <- mean_j x_j,t + (y_i - x_i,t), written out."""
     replicas, every = 3, 4
     gradient = oracle.quadratic(replicas, NUMEL)
@@ -199,8 +199,8 @@ BAD = [
     ({"every": 4, "delay": 4}, "longer than"),
     ({"every": 4, "delay": -1}, r"delay=...\) takes"),
     ({"every": 4, "fragments": 3}, r"do not divide|fragments=...\) takes"),
-    ({"every": 4, "fresh": 1.5, "delay": "round"}, r"own_weight=...\) takes"),
-    ({"every": 4, "fresh": 0.5}, "needs delay"),
+    ({"every": 4, "own_weight": 1.5, "delay": "round"}, r"own_weight=...\) takes"),
+    ({"every": 4, "own_weight": 0.5}, "needs delay"),
     ({"every": 4, "merge": 0.5}, "needs a delay in steps"),
     ({"every": 4, "fragments": 9}, r"fragments=...\) takes 1 to"),
 ]

@@ -422,4 +422,4 @@ def test_a_state_of_other_settings_or_parameters_is_refused() -> None:
     method = copied(state)["method"]
     method["rate"] = torch.zeros(3)
     with pytest.raises(ValueError, match="one for 3 values"):
-        build()[1].load_method_state(method)
+        build()[1].engine.load_method_state(method)

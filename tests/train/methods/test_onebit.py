@@ -153,7 +153,7 @@ def test_settings_are_checked_before_anything_starts() -> None:
         (["--max-coefficient", "0.001"], "^--min-coefficient and --max-coefficient takes two"),
         (["--shards", "2"], "keeps each replica whole on one rank"),
         (["--shard-state", "--dense", "int8"], r"shard_state=True\) sends directions in the form"),
-        (["--shard-state", "--late"], "leave one of the two out"),
+        (["--shard-state", "--delayed-step"], "leave one of the two out"),
     ):
         with pytest.raises(UsageError, match=message):
             parse(["--method", "one-bit-lamb", *flags])

@@ -53,7 +53,7 @@ class LocalSGD(WireOptimizer):
         inner: any torch optimizer over the model's parameters.
         every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
             loss falls behind data parallelism; "auto" measures it.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -68,6 +68,7 @@ class LocalSGD(WireOptimizer):
         inner: Inner,
         *,
         every: Every = 8,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -78,6 +79,7 @@ class LocalSGD(WireOptimizer):
             "LocalSGD",
             inner,
             every,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
@@ -96,7 +98,7 @@ class SlowMo(WireOptimizer):
             loss falls behind data parallelism; "auto" measures it.
         outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
             the rounds.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -113,6 +115,7 @@ class SlowMo(WireOptimizer):
         every: Every = 48,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.5,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -125,6 +128,7 @@ class SlowMo(WireOptimizer):
             inner,
             every,
             outer=outer,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
@@ -143,7 +147,7 @@ class DiLoCo(WireOptimizer):
             loss falls behind data parallelism; "auto" measures it.
         outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
             the rounds.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -160,6 +164,7 @@ class DiLoCo(WireOptimizer):
         every: Every = 100,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -172,6 +177,7 @@ class DiLoCo(WireOptimizer):
             inner,
             every,
             outer=outer,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
@@ -243,7 +249,7 @@ class SparseLoCo(WireOptimizer):
         every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
             loss falls behind data parallelism; "auto" measures it.
         outer_lr: of the outer optimizer. Lower it when the loss swings with the rounds.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -259,6 +265,7 @@ class SparseLoCo(WireOptimizer):
         *,
         every: Every = 24,
         outer_lr: float = 1.0,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -271,6 +278,7 @@ class SparseLoCo(WireOptimizer):
             inner,
             every,
             outer=outer,
+            fragments=fragments,
             codec=ErrorFeedback(TopK(), decay=0.95) if codec is None else codec,
             buffers=buffers,
             offload=offload,
@@ -290,7 +298,7 @@ class CO2(WireOptimizer):
         outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
             the rounds.
         penalty, clip, clip_by: as in `Outer`.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -310,6 +318,7 @@ class CO2(WireOptimizer):
         penalty: Penalty = "gap",
         clip: float | None = 2.0,
         clip_by: Literal["norm", "value"] = "norm",
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -327,6 +336,7 @@ class CO2(WireOptimizer):
             every,
             "round",
             outer=outer,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
@@ -345,7 +355,7 @@ class Eager(WireOptimizer):
             loss falls behind data parallelism; "auto" measures it.
         outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
             the rounds.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -362,6 +372,7 @@ class Eager(WireOptimizer):
         every: Every = 30,
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -377,6 +388,7 @@ class Eager(WireOptimizer):
             "round",
             own_weight=1 / group_size(group),
             outer=outer,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
@@ -395,7 +407,7 @@ class Overlapped(WireOptimizer):
             loss falls behind data parallelism; "auto" measures it.
         outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
             the rounds.
-        codec, buffers, offload, group: as in `LocalUpdates`.
+        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
     """
 
     engine: LocalRounds
@@ -412,6 +424,7 @@ class Overlapped(WireOptimizer):
         every: Every = 24,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.5,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
         codec: Codec | Feedback | None = None,
         buffers: Iterable[Tensor] = (),
         offload: bool = False,
@@ -426,6 +439,7 @@ class Overlapped(WireOptimizer):
             "round",
             own_weight=1.0,
             outer=outer,
+            fragments=fragments,
             codec=codec,
             buffers=buffers,
             offload=offload,
