@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _OURS = re.compile(
     r"(?:[A-Z_]+=\S+ )*"
     r"(?:thinwire |torchrun |make |(?:\S+/)?python3? (?:-m thinwire|benchmarks/|examples/)"
