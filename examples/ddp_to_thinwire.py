@@ -48,8 +48,8 @@ def with_ddp() -> float:
 def with_thinwire() -> tuple[float, tw.Account]:
     rank = tw.init().rank  # was: init_process_group; one that exists is used as it is
     model = new_model()  # was: DistributedDataParallel(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = tw.Overlapped(optimizer, every=8)  # new: it sends, instead of DDP
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = tw.Overlapped(inner, every=8)  # new: it sends, instead of DDP
     for x, y in batches(rank, STEPS):
         loss = (model(x) - y).square().mean()
         loss.backward()

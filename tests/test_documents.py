@@ -143,10 +143,11 @@ SHOWN[_RESULTS] += ["--methods", "overlapped,co2,post-local-sgd,one-bit-adam,spa
 TORCHRUN: dict[str, list[str] | None] = {
     "torchrun": None,
     "torchrun --nproc-per-node 2 examples/ten_lines.py": [],
-    "torchrun --nproc-per-node 2 examples/ddp_to_thinwire.py": [],
-    "torchrun --nproc-per-node 4 examples/fsdp2_inside_a_node.py": [],
-    "torchrun --nproc-per-node 2 examples/deepspeed_one_bit.py": [],
-    "torchrun --nproc-per-node 2 examples/torchft_diloco.py": [],
+    # Run by test_examples.py, on ranks that start sooner than torchrun's.
+    "torchrun --nproc-per-node 2 examples/ddp_to_thinwire.py": None,
+    "torchrun --nproc-per-node 4 examples/fsdp2_inside_a_node.py": None,
+    "torchrun --nproc-per-node 2 examples/deepspeed_one_bit.py": None,
+    "torchrun --nproc-per-node 2 examples/torchft_diloco.py": None,
     "torchrun --nproc-per-node 2 examples/recommender.py --density D --value-bits B": [
         "--steps",
         "5",
