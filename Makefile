@@ -1,13 +1,16 @@
 # make demo   install into .venv and compare methods on emulated 100 Mbit/s links
 # make test   install into .venv and run the tests
 # make lint   ruff and mypy
+# make docs   build the site with the API reference into build/site; warnings are errors
 # make golden write the digests that a redesign must keep (tests/golden)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.thinwire-installed
+DOCS_STAMP := $(VENV)/.thinwire-docs-installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint golden format clean
+.PHONY: demo test lint docs golden format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m thinwire compare --config examples/demo.toml
@@ -27,6 +30,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
 
+# Not --quiet: mkdocs would then see no warning that --strict could make an error.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 golden: $(STAMP)
 	rm -f .golden.json
 	GOLDEN=write $(BIN)/python -m pytest tests/golden
@@ -40,8 +47,13 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "thinwire needs Python 3.10 or newer; name one with: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $(STAMP)
 
+# What only the site needs: mkdocs and its plugins.
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) -e '.[docs]'
+	touch $(DOCS_STAMP)
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache

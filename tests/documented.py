@@ -1,4 +1,5 @@
-"""The command lines that our documents show: in blocks of code, and inside of sentences."""
+"""What our documents hold: command lines, in blocks of code and inside of sentences; lines of
+prose; paths of files."""
 
 import re
 import shlex
@@ -7,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _OURS = re.compile(
     r"(?:[A-Z_]+=\S+ )*"
     r"(?:thinwire |torchrun |make |(?:\S+/)?python3? (?:-m thinwire|benchmarks/|examples/)"
@@ -53,3 +58,27 @@ def _in_sentences(text: str) -> Iterator[str]:
         span = " ".join(span.split())
         if _OURS.match(span + " "):
             yield span
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a document with their numbers, without code, tables and what a program wrote."""
+    fenced = made = indented = False
+    before = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif line.startswith("<!-- "):
+            made = line.startswith("<!-- made by ") or (made and not line.startswith("<!-- end"))
+        else:
+            # Four spaces after an empty line: a formula.
+            indented = line.startswith("    ") and (indented or not before.strip())
+            if not (fenced or made or indented or line.lstrip().startswith("|")):
+                yield number, line
+        before = line
+
+
+def paths(text: str) -> set[str]:
+    """Files of the repository that are named in backticks, from its root or from src/thinwire."""
+    spans = re.findall(r"(?<!`)`([^`\s]+)`(?!`)", text)
+    rooms = "(?:tests|benchmarks|examples|docs|tools|wire|optim|pipeline|train|compare|report|lab)"
+    return {span for span in spans if re.fullmatch(rooms + r"/[\w./-]+\.(?:py|sh|toml|md)", span)}

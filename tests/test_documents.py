@@ -1,5 +1,5 @@
-"""Every command line in README.md and docs/ is run: the one that is shown, with flags behind it
-that make it small. One that is shown and not listed here fails."""
+"""Every command line in README.md, CONTRIBUTING.md and docs/ is run: the one that is shown, with
+flags behind it that make it small. One that is shown and not listed here fails."""
 
 import multiprocessing
 import os
@@ -143,6 +143,11 @@ SHOWN[_RESULTS] += ["--methods", "overlapped,co2,post-local-sgd,one-bit-adam,spa
 TORCHRUN: dict[str, list[str] | None] = {
     "torchrun": None,
     "torchrun --nproc-per-node 2 examples/ten_lines.py": [],
+    # Run by test_examples.py, on ranks that start sooner than torchrun's.
+    "torchrun --nproc-per-node 2 examples/ddp_to_thinwire.py": None,
+    "torchrun --nproc-per-node 4 examples/fsdp2_inside_a_node.py": None,
+    "torchrun --nproc-per-node 2 examples/deepspeed_one_bit.py": None,
+    "torchrun --nproc-per-node 2 examples/torchft_diloco.py": None,
     "torchrun --nproc-per-node 2 examples/recommender.py --density D --value-bits B": [
         "--steps",
         "5",
@@ -325,7 +330,13 @@ def test_torchrun(desk: Path, text: str) -> None:
 def test_make(text: str) -> None:
     done = subprocess.run([*text.split(), "-n"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    wanted = {"demo": "thinwire compare --config examples/demo.toml", "test": "-m pytest"}
+    wanted = {
+        "demo": "thinwire compare --config examples/demo.toml",
+        "test": "-m pytest",
+        "lint": "/mypy",
+        "docs": "mkdocs build --strict",
+        "golden": "tests/golden",
+    }
     assert wanted[text.split()[1]] in done.stdout
 
 
