@@ -28,7 +28,7 @@ from thinwire.compare import launch
 from thinwire.compare.results import gather
 from thinwire.lab import Lab, Link
 from thinwire.report.comparison import Cell, Comparison
-from thinwire.train.loop.trainer.metrics import metrics_file
+from thinwire.train.loop.metrics import metrics_file
 
 METHODS = {"ddp": [], "overlapped": ["every=8"], "post-local-sgd": ["every=8"]}
 RATE, DELAY, HOSTS = "100mbit", "5ms", 2

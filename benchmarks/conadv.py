@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.train.data.tokens.images import ImageBatches, ImageSet, load_digits, split
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.tasks.registry.image_models import build_image_model
-from thinwire.train.tasks.registry.models import ModelConfig
+from thinwire.train.data.images import ImageBatches, ImageSet, load_digits, split
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.tasks.image_models import build_image_model
+from thinwire.train.tasks.models import ModelConfig
 
 BASE, LARGE, EPSILON = 16, 512, 1 / 16
 DECAY, MODEL, EPOCHS = 5e-4, "resnet-0.1m", 10

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from virtual import VirtualWorld  # isort: skip
 
 import thinwire as tw
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.tasks.registry.models import ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model
 from thinwire.wire.codecs import Threshold
 
 BATCH, CONTEXT, VALIDATION_WINDOWS = 4, 64, 400

@@ -30,10 +30,10 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.lab import Lab, Link
 from thinwire.lab.relay import address
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, learning_rate
-from thinwire.train.tasks.registry.models import ModelConfig, build_model
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model
 from thinwire.wire.codecs import Codec, Dense, Int4, Int8, OneBit
 
 NODES, ROWS, VALUES, BETA = 16, 50, 30, 0.9

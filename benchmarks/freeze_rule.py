@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from thinwire.methods.onebit.freeze import FreezeRule
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import IGNORED, Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, learning_rate
-from thinwire.train.tasks.registry.models import GPT, ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import IGNORED, Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 
 REPLICAS, BATCH, CONTEXT, EPS, DECAY = 2, 8, 64, 1e-8, 0.01
 FLOOR = 0.01  # the optimizers' default

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.lab import Lab
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig
-from thinwire.train.tasks.registry.models import ModelConfig, build_model
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig
+from thinwire.train.tasks.models import ModelConfig, build_model
 
 RANKS, PASSES = 4, 2
 VALUES, SPREAD = 1000, 1.0

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import thinwire as tw
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import IGNORED, Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT, ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import IGNORED, Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import current
 

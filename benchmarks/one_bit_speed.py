@@ -33,8 +33,8 @@ from side_by_side import Contender, compete, in_lab, method, show  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT
 from thinwire.wire.wire import Wire
 
 MODEL, BATCH, CONTEXT, RATE = "gpt-3m", 8, 128, "100mbit"

@@ -35,12 +35,12 @@ from side_by_side import Build, Contender, compete, in_lab, method  # isort: ski
 
 import thinwire as tw
 from thinwire.lab import Link
-from thinwire.train.data.tokens.corpus import Corpus
-from thinwire.train.data.tokens.tokens import Batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer
-from thinwire.train.methods.registry.onebit import LambSettings, build_lamb
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT, ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus
+from thinwire.train.data.tokens import Batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer
+from thinwire.train.methods.onebit import LambSettings, build_lamb
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire.world import World
 
 RATE, DELAY = "100mbit", "1ms"

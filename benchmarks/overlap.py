@@ -28,8 +28,8 @@ from side_by_side import Contender, compete, in_lab, method, show  # isort: skip
 import thinwire as tw
 from thinwire.lab import Link
 from thinwire.methods.local.auto_period import PROBE_STEPS
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT
 
 MODEL, BATCH, CONTEXT, EVERY = "gpt-3m", 8, 128, 8
 

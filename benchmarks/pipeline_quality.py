@@ -32,10 +32,10 @@ from thinwire.pipeline import (
     split,
     stage_settings,
 )
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, learning_rate
-from thinwire.train.tasks.registry.models import ModelConfig, build_model, token_loss
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model, token_loss
 from thinwire.wire.codecs import Codec, Dense, Int8
 
 STAGES, BATCH, CONTEXT = 4, 16, 64

@@ -35,10 +35,10 @@ import thinwire as tw
 from thinwire.lab import Lab, Link
 from thinwire.pipeline import AsyncPipeline, Record, TorchPipeline, split
 from thinwire.pipeline.stage import ClippedStep
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig
-from thinwire.train.loop.trainer.pipelining import make_mesh
-from thinwire.train.tasks.registry.models import ModelConfig, build_model, token_loss
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig
+from thinwire.train.loop.pipelining import make_mesh
+from thinwire.train.tasks.models import ModelConfig, build_model, token_loss
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense, Int8
 from thinwire.wire.wire import Wire

@@ -24,10 +24,10 @@ import torch
 
 import thinwire as tw
 from thinwire.lab import Lab
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.tasks.registry.models import ModelConfig, build_model
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.tasks.models import ModelConfig, build_model
 
 REPLICAS, BATCH, CONTEXT, LR = 4, 4, 64, 2e-3
 VALIDATION_WINDOWS = 400

@@ -31,12 +31,12 @@ from thinwire.methods.local.local_updates import LocalUpdates
 from thinwire.methods.onebit.one_bit_adam import OneBitAdam
 from thinwire.methods.onebit.one_bit_lamb import OneBitLamb
 from thinwire.methods.sparse.sparse_average import SparseAverage
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT, ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT, ModelConfig, build_model
 from thinwire.wire import Flight, World, init
 from thinwire.wire.wire import Wire
 

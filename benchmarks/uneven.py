@@ -36,11 +36,11 @@ from side_by_side import method  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Lab, Link
-from thinwire.train.data.tokens.corpus import Corpus, load_corpus
-from thinwire.train.data.tokens.tokens import Batches, DataConfig, validation_batches
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import ModelConfig, build_model
+from thinwire.train.data.corpus import Corpus, load_corpus
+from thinwire.train.data.tokens import Batches, DataConfig, validation_batches
+from thinwire.train.loop.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import ModelConfig, build_model
 
 WORKERS, BATCH, CONTEXT, LR, DELAY = 3, 4, 64, 2e-3, 10
 PACE = 0.15  # seconds

@@ -14,7 +14,7 @@ from thinwire.lab.network import Lab
 from thinwire.report.top import TopConfig
 from thinwire.train import worker
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 
 
 def said(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:

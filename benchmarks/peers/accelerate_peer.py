@@ -7,7 +7,7 @@ import torch
 from foreign import Countdown, ForeignReplica
 from torch import nn
 
-from thinwire.train.methods.registry.method import Method
+from thinwire.train.methods.method import Method
 
 
 @dataclass

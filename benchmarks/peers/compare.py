@@ -36,7 +36,7 @@ from torchft_peer import TORCHFT_DILOCO, TORCHFT_LOCAL_SGD  # noqa: E402
 from thinwire.compare import heat, launch  # noqa: E402
 from thinwire.compare.results import gather  # noqa: E402
 from thinwire.errors import ThinwireError  # noqa: E402
-from thinwire.train.methods.registry.registry import METHODS  # noqa: E402
+from thinwire.train.methods.registry import METHODS  # noqa: E402
 
 PEERS = (ACCELERATE, DECENT, DEEPSPEED, TORCHFT_LOCAL_SGD, TORCHFT_DILOCO, HIVEMIND)
 QUICK = ["--hosts", "2", "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "2", "--steps", "24"]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import SeparateReplica
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import SeparateReplica
 from thinwire.wire.account import Account
 from thinwire.wire.collectives import all_reduce_bytes
 from thinwire.wire.flight import Flight

@@ -32,11 +32,11 @@ from side_by_side import Build, Contender, race  # isort: skip
 
 import thinwire as tw
 from thinwire.lab import Lab, Link
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import DataConfig
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.models import GPT
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import DataConfig
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.models import GPT
 from thinwire.wire.world import current
 
 MODEL, BATCH, CONTEXT, WORKERS = "gpt-3m", 8, 128, 2

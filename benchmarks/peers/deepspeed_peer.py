@@ -14,7 +14,7 @@ from deepspeed_mends import mended_deepspeed
 from foreign import ForeignReplica
 from torch import Tensor, nn
 
-from thinwire.train.methods.registry.method import Method
+from thinwire.train.methods.method import Method
 from thinwire.wire.account import Account
 
 

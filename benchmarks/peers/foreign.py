@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.train.methods.registry.replica import SeparateReplica
+from thinwire.train.methods.replica import SeparateReplica
 
 
 class ForeignReplica(SeparateReplica):

@@ -11,7 +11,7 @@ import torch
 from foreign import Countdown, ForeignReplica, own_address
 from torch import nn
 
-from thinwire.train.methods.registry.method import Method
+from thinwire.train.methods.method import Method
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import current
 

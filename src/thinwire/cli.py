@@ -114,7 +114,7 @@ def _methods(argv: list[str]) -> int:
         return 0
     if argv:
         raise UsageError(f"thinwire methods takes no arguments, got {shown(' '.join(argv))}")
-    from thinwire.train.methods.registry.registry import METHODS
+    from thinwire.train.methods.registry import METHODS
 
     for name, method in METHODS.items():
         print(f"{name:16} {method.summary}")

@@ -7,7 +7,7 @@ import pytest
 from thinwire.compare.config import CompareConfig, parse
 from thinwire.errors import UsageError
 from thinwire.train.flags import flat_values, with_values
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 
 
 def test_the_yardstick_always_runs_and_runs_once() -> None:

@@ -17,9 +17,9 @@ from thinwire.compare.contestant import Contestant
 from thinwire.compare.heat import Heat, HeatWorker
 from thinwire.errors import NonFinite
 from thinwire.train.flags import flat_values, with_values
-from thinwire.train.loop.trainer.metrics import MetricsWriter
-from thinwire.train.loop.trainer.stage_trainer import trainer_of
-from thinwire.train.tasks.registry.registry import find_task
+from thinwire.train.loop.metrics import MetricsWriter
+from thinwire.train.loop.stage_trainer import trainer_of
+from thinwire.train.tasks.registry import find_task
 from thinwire.wire import world as world_module
 from thinwire.wire.wire import Wire
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.pipeline import oracle
 from thinwire.pipeline import Cost, Schedule, balance, measure, parts_of, split, stage_memory
 from thinwire.pipeline.micro_batches import micro_batches
-from thinwire.train.tasks.registry.models import GPT, GPTConfig, token_loss
+from thinwire.train.tasks.models import GPT, GPTConfig, token_loss
 
 SHAPE = GPTConfig(layers=4, width=16, heads=2, vocab=30, context=8, tied=False)
 

@@ -13,7 +13,7 @@ from thinwire.lab.command import LinkConfig
 from thinwire.train import config as config_module
 from thinwire.train.config import TrainConfig, flat_values, parse
 from thinwire.train.flags import leaves
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 
 
 def toml(folder: Path, text: str) -> str:

@@ -26,7 +26,7 @@ from thinwire.lab import Lab, Link
 from thinwire.lab.environment import free_port
 from thinwire.lab.output import Line
 from thinwire.train.config import parse
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.worker import run_worker
 from thinwire.wire.agreement import digest
 

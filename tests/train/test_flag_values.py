@@ -9,7 +9,7 @@ from tests.fuzz import flags_of
 from tests.programs import corpus, small  # noqa: F401
 from thinwire.errors import ThinwireError
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 from thinwire.train.worker import run_worker
 
 WHOLE = ["-1", "0", "2147483647"]

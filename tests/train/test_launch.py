@@ -107,7 +107,7 @@ def test_a_signal_too_late_to_stop_anything_is_no_stop(
 
 
 def signal_at_the_end() -> None:
-    from thinwire.train.loop.trainer.trainer import Trainer
+    from thinwire.train.loop.trainer import Trainer
 
     evaluate = Trainer.evaluate
 

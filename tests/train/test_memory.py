@@ -11,8 +11,8 @@ from thinwire.train import memory
 from thinwire.train.available import available
 from thinwire.train.config import TrainConfig, parse
 from thinwire.train.preflight import preflight_parts
-from thinwire.train.tasks.registry.models import Stack
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.models import Stack
+from thinwire.train.tasks.task import Task
 
 
 def made(corpus: str, *argv: str) -> tuple[TrainConfig, Task, Stack]:

@@ -6,7 +6,7 @@ from torch.distributed.run import get_args_parser
 
 from thinwire.train.config import RUN_FLAGS, parse
 from thinwire.train.flags import leaves
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 
 TORCHRUNS = [option for action in get_args_parser()._actions for option in action.option_strings]
 

@@ -17,11 +17,11 @@ from thinwire.lab.network import MOST_HOSTS
 from thinwire.lab.units import parse_rate
 from thinwire.train import config as train_config
 from thinwire.train.config import TrainConfig, config_type
-from thinwire.train.data.tokens.tokens import DataConfig
+from thinwire.train.data.tokens import DataConfig
 from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag, with_values
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig
-from thinwire.train.methods.registry.registry import METHODS
-from thinwire.train.tasks.registry.models import ModelConfig
+from thinwire.train.loop.optimizers import OptimizerConfig
+from thinwire.train.methods.registry import METHODS
+from thinwire.train.tasks.models import ModelConfig
 
 YARDSTICK = "none"  # whose speed is 1
 BASELINE = "ddp"  # whose loss and bytes the others are held against, where it takes part

@@ -22,10 +22,10 @@ from thinwire.errors import NonFinite
 from thinwire.train import run_directory
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop.trainer.metrics import MetricsWriter, json_able
-from thinwire.train.loop.trainer.stage_trainer import StageTrainer, trainer_of
-from thinwire.train.loop.trainer.trainer import Trainer
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.loop.metrics import MetricsWriter, json_able
+from thinwire.train.loop.stage_trainer import StageTrainer, trainer_of
+from thinwire.train.loop.trainer import Trainer
+from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account, Landing
 
 _FREE = 0.01  # of a turn: who waited less has waited for nobody

@@ -29,8 +29,8 @@ from thinwire.errors import NonFinite, StorageError, ThinwireError
 from thinwire.train import config as train_config
 from thinwire.train.config import TrainConfig
 from thinwire.train.flags import with_values
-from thinwire.train.tasks.registry.registry import find_task
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.registry import find_task
+from thinwire.train.tasks.task import Task
 from thinwire.wire import evaluation
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same

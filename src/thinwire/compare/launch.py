@@ -36,9 +36,9 @@ from thinwire.train import run_directory
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import CONFIG, RUN_FLAGS
 from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag
-from thinwire.train.loop.trainer.metrics import MetricsTail, json_able, metrics_file
+from thinwire.train.loop.metrics import MetricsTail, json_able, metrics_file
 from thinwire.train.preflight import preflight_parts
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.task import Task
 
 _PATIENCE = Patience(interrupt=600.0)  # every method writes a checkpoint
 _MAY_CHANGE = {"run", "run_dir", "json", "timeout", "only"}  # when a comparison goes on

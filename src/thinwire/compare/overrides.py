@@ -16,7 +16,7 @@ from thinwire.command_line import spoken, value_of
 from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig, config_type
 from thinwire.train.flags import as_flag, leaves
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.registry import METHODS
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 

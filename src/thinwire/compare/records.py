@@ -28,7 +28,7 @@ from typing import Any
 
 from thinwire import foreign_files as files
 from thinwire.files import writing
-from thinwire.train.loop.trainer.metrics import json_able, metrics_file
+from thinwire.train.loop.metrics import json_able, metrics_file
 
 Record = dict[str, Any]
 

@@ -27,7 +27,7 @@ from thinwire.report.comparison import (
     Spread,
 )
 from thinwire.train.flags import flat_values, with_values
-from thinwire.train.loop.trainer.pipelining import PipelineConfig
+from thinwire.train.loop.pipelining import PipelineConfig
 
 _MOST_SETTINGS = 1 << 16  # bytes; each name in them is looked for
 _MOST_SEEDS = 10_000

@@ -22,14 +22,14 @@ from thinwire.command_line import check_number, parse_words
 from thinwire.errors import UsageError
 from thinwire.files import MOST_SETTINGS, load_json, read_bytes
 from thinwire.lab.command import LinkConfig
-from thinwire.train.data.tokens.tokens import DataConfig
+from thinwire.train.data.tokens import DataConfig
 from thinwire.train.flags import as_flag, flat_values, read_toml, take_flag, with_values
-from thinwire.train.loop.trainer.optimizers import OptimizerConfig
-from thinwire.train.loop.trainer.pipelining import PipelineConfig, check_pipeline
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.tasks.registry.adversary import AdversaryConfig
-from thinwire.train.tasks.registry.models import ModelConfig
+from thinwire.train.loop.optimizers import OptimizerConfig
+from thinwire.train.loop.pipelining import PipelineConfig, check_pipeline
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.registry import find_method
+from thinwire.train.tasks.adversary import AdversaryConfig
+from thinwire.train.tasks.models import ModelConfig
 from thinwire.wire import world
 
 __all__ = ["CONFIG", "LoopConfig", "TrainConfig", "check", "config_type", "flat_values", "parse"]

@@ -27,7 +27,7 @@ from thinwire.report.table import print_checks, print_summary
 from thinwire.train import run_directory
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.loop.trainer.metrics import MetricsTail, metrics_file
+from thinwire.train.loop.metrics import MetricsTail, metrics_file
 from thinwire.train.preflight import preflight
 from thinwire.train.worker import run_worker
 

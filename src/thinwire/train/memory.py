@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.train.available import ENDLESS, available
 from thinwire.train.config import TrainConfig
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.task import Task
 
 _PER_TOKEN = 32  # bytes of a batch's inputs and targets as int64, read and handed over
 

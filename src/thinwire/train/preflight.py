@@ -11,13 +11,13 @@ from thinwire.errors import UsageError
 from thinwire.train import run_directory
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop.trainer.metrics import require_tensorboard
-from thinwire.train.loop.trainer.optimizers import try_optimizer
-from thinwire.train.loop.trainer.pipelining import cut_model
+from thinwire.train.loop.metrics import require_tensorboard
+from thinwire.train.loop.optimizers import try_optimizer
+from thinwire.train.loop.pipelining import cut_model
 from thinwire.train.memory import require_memory, workers_here
-from thinwire.train.tasks.registry.models import Stack
-from thinwire.train.tasks.registry.registry import find_task
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.models import Stack
+from thinwire.train.tasks.registry import find_task
+from thinwire.train.tasks.task import Task
 
 
 def preflight(config: TrainConfig, run: Path) -> Task:

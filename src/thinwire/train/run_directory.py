@@ -31,7 +31,7 @@ from thinwire.files import (
 )
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import CONFIG, TrainConfig, flat_values, with_checksum
-from thinwire.train.loop.trainer.metrics import json_able
+from thinwire.train.loop.metrics import json_able
 
 LAUNCHED = "THINWIRE_TRAIN_LAUNCHED"  # set by the launcher of train, which then holds the lock
 _LOCK = ".lock"

@@ -9,9 +9,9 @@ from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.report.live import Display
 from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
-from thinwire.train.loop.trainer.metrics import MetricsWriter, tensorboard_listener
-from thinwire.train.loop.trainer.stage_trainer import trainer_of
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.loop.metrics import MetricsWriter, tensorboard_listener
+from thinwire.train.loop.stage_trainer import trainer_of
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
 from thinwire.wire import world as world_module
 from thinwire.wire.agreement import require_same

@@ -20,7 +20,7 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.checkpoint import flatten, load, save, unflatten
-from thinwire.train.tasks.registry.models import GPT, GPTConfig
+from thinwire.train.tasks.models import GPT, GPTConfig
 
 NO_META: dict[str, Any] = {}
 

@@ -17,7 +17,7 @@ from tests.programs import corpus  # noqa: F401
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint, storage
 from thinwire.train.config import CONFIG, TrainConfig, flat_values, parse
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
 from thinwire.train.worker import run_worker
 from thinwire.wire import world as world_module

@@ -14,7 +14,7 @@ from tests.train.checkpoints.test_checkpoint import save_alone, value_of
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.checkpoint import check_model, describe_model, load
-from thinwire.train.tasks.registry.models import GPT, GPTConfig, model_settings
+from thinwire.train.tasks.models import GPT, GPTConfig, model_settings
 
 NO_META: dict[str, Any] = {}
 

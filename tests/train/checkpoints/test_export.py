@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.export import export, load_exported
-from thinwire.train.tasks.registry.models import GPT, GPTConfig, model_settings
+from thinwire.train.tasks.models import GPT, GPTConfig, model_settings
 
 CONFIG = GPTConfig(layers=2, width=32, heads=4, vocab=50, context=16)
 

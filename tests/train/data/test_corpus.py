@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from thinwire.errors import UsageError
-from thinwire.train.data.tokens import corpus as corpus_module
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import DataConfig
+from thinwire.train.data import corpus as corpus_module
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import DataConfig
 
 
 def write_texts(root: Path, count: int = 40) -> Path:

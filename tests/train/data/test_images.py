@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.train.data.tokens.images import ImageBatches, Images, load_digits, split, validation_images
+from thinwire.train.data.images import ImageBatches, Images, load_digits, split, validation_images
 
 HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.train.data.tokens.order import permute
-from thinwire.train.data.tokens.tokens import (
+from thinwire.train.data.order import permute
+from thinwire.train.data.tokens import (
     IGNORED,
     Batches,
     Windows,

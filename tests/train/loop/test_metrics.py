@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import UsageError
-from thinwire.train.loop.trainer.metrics import (
+from thinwire.train.loop.metrics import (
     MetricsTail,
     MetricsWriter,
     Record,

@@ -11,8 +11,8 @@ from tests.conftest import Ranks
 from tests.programs import corpus, records, small  # noqa: F401
 from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.methods.registry.registry import METHODS, find_method
-from thinwire.train.tasks.registry.registry import find_task
+from thinwire.train.methods.registry import METHODS, find_method
+from thinwire.train.tasks.registry import find_task
 from thinwire.train.worker import run_worker
 from thinwire.wire import world
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.train.loop.trainer.optimizers import (
+from thinwire.train.loop.optimizers import (
     OptimizerConfig,
     build_optimizer,
     learning_rate,

@@ -11,11 +11,11 @@ from tests.programs import corpus, records, small  # noqa: F401
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import parse
-from thinwire.train.loop.trainer.stage_trainer import StageTrainer
-from thinwire.train.loop.trainer.stop_consensus import PERIOD, Pulse
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.loop.stage_trainer import StageTrainer
+from thinwire.train.loop.stop_consensus import PERIOD, Pulse
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
-from thinwire.train.tasks.registry.registry import find_task
+from thinwire.train.tasks.registry import find_task
 from thinwire.train.worker import run_worker
 
 BRIEF = ["--model", "gpt-0.3m", "--eval-every", "4", "--lr", "1e-3"]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import Ranks
 from thinwire.errors import NonFinite
-from thinwire.train.loop.trainer.stop_consensus import MOST_BAD_STEPS, PERIOD, Pulse
+from thinwire.train.loop.stop_consensus import MOST_BAD_STEPS, PERIOD, Pulse
 from thinwire.wire import world
 from thinwire.wire.wire import Wire
 

@@ -20,10 +20,10 @@ from tests.programs import corpus, records, small  # noqa: F401
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import TrainConfig, parse
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.tokens import IGNORED, Batches, validation_batches
-from thinwire.train.loop.trainer.metrics import MetricsWriter
-from thinwire.train.tasks.registry.models import GPT, build_model
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.tokens import IGNORED, Batches, validation_batches
+from thinwire.train.loop.metrics import MetricsWriter
+from thinwire.train.tasks.models import GPT, build_model
 from thinwire.train.worker import run_worker
 
 SGD = ["--optimizer", "SGD", "--lr", "0.5", "--weight-decay", "0"]

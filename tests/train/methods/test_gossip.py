@@ -13,7 +13,7 @@ from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.gossip import KINDS
+from thinwire.train.methods.gossip import KINDS
 from thinwire.train.worker import run_worker
 
 

@@ -13,8 +13,8 @@ from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.local import PRESETS
-from thinwire.train.methods.registry.registry import METHODS
+from thinwire.train.methods.local import PRESETS
+from thinwire.train.methods.registry import METHODS
 from thinwire.train.worker import run_worker
 
 
@@ -74,7 +74,7 @@ def test_resume_mid_round_is_bit_exact(
 
 def stop_at(argv: list[str], step: int) -> None:
     """A worker that is gone right after the checkpoint of this step."""
-    from thinwire.train.loop.trainer.trainer import Trainer
+    from thinwire.train.loop.trainer import Trainer
 
     save = Trainer.save
 

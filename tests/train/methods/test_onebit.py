@@ -11,8 +11,8 @@ from thinwire.errors import UsageError
 from thinwire.methods.onebit.zero_one_adam import ZeroOneAdam
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
 from thinwire.wire import world
 
 NAMES = ["one-bit-adam", "one-bit-lamb", "zero-one-adam"]

@@ -10,8 +10,8 @@ from tests.conftest import Ranks
 from tests.train.methods.test_registry import build, one_step, weights
 from thinwire.errors import UsageError
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
 from thinwire.wire import world
 from thinwire.wire.collectives import all_reduce_bytes
 

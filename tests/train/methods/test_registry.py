@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.conftest import Ranks
 from thinwire.errors import UsageError
-from thinwire.train.methods.registry.registry import METHODS, find_method
-from thinwire.train.methods.registry.replica import Replica
+from thinwire.train.methods.registry import METHODS, find_method
+from thinwire.train.methods.replica import Replica
 from thinwire.wire import world
 from thinwire.wire.agreement import digest
 

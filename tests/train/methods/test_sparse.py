@@ -12,7 +12,7 @@ from tests.train.methods.test_local import stop_at
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import parse
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.worker import run_worker
 
 METHOD = ["--method", "sparse-average", "--fraction", "0.2", "--averaging-delay", "3"]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.conftest import Ranks
 from thinwire.errors import UsageError
 from thinwire.train.config import parse
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.threshold import DctSettings
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.threshold import DctSettings
 from thinwire.wire import world
 
 

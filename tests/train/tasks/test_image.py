@@ -17,13 +17,13 @@ from thinwire.errors import UsageError
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import parse
-from thinwire.train.data.tokens.images import ImageBatches, load_digits
-from thinwire.train.loop.trainer.trainer import Trainer
-from thinwire.train.methods.registry.running_statistics import RunningStatistics
+from thinwire.train.data.images import ImageBatches, load_digits
+from thinwire.train.loop.trainer import Trainer
+from thinwire.train.methods.running_statistics import RunningStatistics
 from thinwire.train.preflight import preflight
-from thinwire.train.tasks.registry.image_models import ImageShape, build_image_model
-from thinwire.train.tasks.registry.models import ModelConfig
-from thinwire.train.tasks.registry.registry import find_task
+from thinwire.train.tasks.image_models import ImageShape, build_image_model
+from thinwire.train.tasks.models import ModelConfig
+from thinwire.train.tasks.registry import find_task
 from thinwire.train.worker import run_worker
 from thinwire.wire.wire import Wire
 

@@ -5,13 +5,13 @@ import torch
 
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints.rebuild import model_from_settings
-from thinwire.train.tasks.registry.image_models import (
+from thinwire.train.tasks.image_models import (
     IMAGE_PRESETS,
     ImageModel,
     ImageShape,
     build_image_model,
 )
-from thinwire.train.tasks.registry.models import ModelConfig, model_settings
+from thinwire.train.tasks.models import ModelConfig, model_settings
 
 DIGITS = ImageShape(channels=1, size=8, classes=10)
 SMALL = ("resnet-0.1m", "vit-0.1m")

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.errors import UsageError
 from thinwire.train.checkpoints.rebuild import model_from_settings
-from thinwire.train.tasks.registry.models import (
+from thinwire.train.tasks.models import (
     GPT,
     PRESETS,
     GPTConfig,

@@ -25,7 +25,7 @@ from thinwire.errors import UsageError
 from thinwire.files import storage_error
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.checkpoints.rebuild import model_from_settings
-from thinwire.train.tasks.registry.models import Stack
+from thinwire.train.tasks.models import Stack
 
 Weights = dict[str, Tensor]
 

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.train.tasks.registry.image_models import ResNet, ResNetConfig, ViT, ViTConfig
-from thinwire.train.tasks.registry.models import GPT, GPTConfig, Stack
+from thinwire.train.tasks.image_models import ResNet, ResNetConfig, ViT, ViTConfig
+from thinwire.train.tasks.models import GPT, GPTConfig, Stack
 
 # The first word of a model's name -> how it is built
 _FAMILIES: dict[str, tuple[type, Callable[[Any], Stack]]] = {

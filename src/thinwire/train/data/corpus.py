@@ -22,7 +22,7 @@ import numpy.typing as npt
 from thinwire.command_line import shown
 from thinwire.errors import UsageError
 from thinwire.train.available import available
-from thinwire.train.data.tokens.tokens import DataConfig, Tokens, Windows
+from thinwire.train.data.tokens import DataConfig, Tokens, Windows
 
 # Folders and files of the standard library that are no library text, or that differ between two
 # builds of the same Python.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.train.data.tokens.order import Order, permute, spread
-from thinwire.train.tasks.registry.image_models import ImageShape
+from thinwire.train.data.order import Order, permute, spread
+from thinwire.train.tasks.image_models import ImageShape
 
 _SPLIT_SEED = 0  # fixed, so that all runs are judged by the same images
 VALIDATION = 0.2  # share, where none is given

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.train.data.tokens.order import Indices, Order, spread
+from thinwire.train.data.order import Indices, Order, spread
 
 Tokens = npt.NDArray[Any]  # one-dimensional, unsigned, possibly memory-mapped
 

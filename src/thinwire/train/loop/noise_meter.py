@@ -9,8 +9,8 @@ from typing import Any
 
 from thinwire.extras import NoiseScale
 from thinwire.train.config import TrainConfig
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.methods.replica import Replica
+from thinwire.train.tasks.task import Task
 from thinwire.wire.wire import Wire
 
 State = dict[str, Any]

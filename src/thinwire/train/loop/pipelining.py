@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thinwire.errors import UsageError
 from thinwire.pipeline import Stage, measure, parts_of, split
 from thinwire.pipeline.crossing import end_of
-from thinwire.train.tasks.registry.models import Stack
+from thinwire.train.tasks.models import Stack
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec, Threshold
 from thinwire.wire.world import World

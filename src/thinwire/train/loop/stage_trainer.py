@@ -21,12 +21,12 @@ from thinwire.pipeline import AsyncPipeline, stage_settings
 from thinwire.pipeline import Record as Update
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
-from thinwire.train.data.tokens.order import Pair
-from thinwire.train.loop.trainer.metrics import Record
-from thinwire.train.loop.trainer.pipelining import cut_model, cuts_of, make_mesh, parse_codec
-from thinwire.train.loop.trainer.trainer import Trainer
+from thinwire.train.data.order import Pair
+from thinwire.train.loop.metrics import Record
+from thinwire.train.loop.pipelining import cut_model, cuts_of, make_mesh, parse_codec
+from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import cut_of
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire

@@ -16,18 +16,18 @@ from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import ConcurrentAdversarial
 from thinwire.train.checkpoints import checkpoint
 from thinwire.train.config import TrainConfig
-from thinwire.train.data.tokens.order import Batches, Pair
-from thinwire.train.loop.trainer.metrics import MetricsWriter, Record
-from thinwire.train.loop.trainer.noise_meter import NoiseMeter, find_noise_meter
-from thinwire.train.loop.trainer.optimizers import build_optimizer, learning_rate
-from thinwire.train.loop.trainer.stop_consensus import PERIOD, Pulse
-from thinwire.train.methods.registry.registry import find_method
-from thinwire.train.methods.registry.replica import Replica
-from thinwire.train.methods.registry.sharding import make_mesh, shard_model
+from thinwire.train.data.order import Batches, Pair
+from thinwire.train.loop.metrics import MetricsWriter, Record
+from thinwire.train.loop.noise_meter import NoiseMeter, find_noise_meter
+from thinwire.train.loop.optimizers import build_optimizer, learning_rate
+from thinwire.train.loop.stop_consensus import PERIOD, Pulse
+from thinwire.train.methods.registry import find_method
+from thinwire.train.methods.replica import Replica
+from thinwire.train.methods.sharding import make_mesh, shard_model
 from thinwire.train.preflight import check_resumed, identity, position_of
-from thinwire.train.tasks.registry.adversary import AnnouncedBatches
-from thinwire.train.tasks.registry.models import Stack
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.tasks.adversary import AnnouncedBatches
+from thinwire.train.tasks.models import Stack
+from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account
 from thinwire.wire.wire import Group, Wire
 from thinwire.wire.world import World

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
 from thinwire.methods.dense.gradient_average import GradientAverage
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, SeparateReplica, WireReplica
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, SeparateReplica, WireReplica
 from thinwire.wire import codecs
 from thinwire.wire.ddp import DdpMeter
 from thinwire.wire.wire import Group, Wire

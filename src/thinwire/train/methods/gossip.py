@@ -11,9 +11,9 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.methods.gossip.decentlam import DecentLaM, require_stable
 from thinwire.methods.gossip.dsgd import DSGD, DmSGD
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, State
-from thinwire.train.methods.registry.sharding import load_model_state, local_state
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, State
+from thinwire.train.methods.sharding import load_model_state, local_state
 from thinwire.wire import codecs, topology
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Group

@@ -25,9 +25,9 @@ from thinwire.methods.local.presets import (
     StreamingDiLoCo,
 )
 from thinwire.train.flags import by_flag
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, State
-from thinwire.train.methods.registry.sharding import load_model_state, load_optimizer_state, local_state
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, State
+from thinwire.train.methods.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire import codecs
 from thinwire.wire.wire import Group
 

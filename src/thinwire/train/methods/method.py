@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.train.methods.registry.replica import Replica
+from thinwire.train.methods.replica import Replica
 from thinwire.wire.wire import Group
 
 Build = Callable[[nn.Module, torch.optim.Optimizer, Any, Group], Replica]

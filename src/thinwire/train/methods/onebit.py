@@ -16,9 +16,9 @@ from thinwire.methods.onebit.one_bit_lamb import OneBitLamb
 from thinwire.methods.onebit.zero_one_adam import ZeroOneAdam
 from thinwire.optim import Lamb
 from thinwire.train.flags import by_flag
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, State, WireReplica
-from thinwire.train.methods.registry.sharding import load_model_state
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, State, WireReplica
+from thinwire.train.methods.sharding import load_model_state
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.wire import Group

@@ -22,9 +22,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
-from thinwire.train.methods.registry.dense import DdpSettings, check_ddp, naming_lost_peers
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, SeparateReplica, State
+from thinwire.train.methods.dense import DdpSettings, check_ddp, naming_lost_peers
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, SeparateReplica, State
 from thinwire.wire.account import Account
 from thinwire.wire.collectives import all_reduce_bytes
 from thinwire.wire.ddp import Hook, HookMeter

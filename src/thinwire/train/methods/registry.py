@@ -3,14 +3,14 @@ or the reports knows which methods there are.
 """
 
 from thinwire.errors import UsageError
-from thinwire.train.methods.registry.dense import DENSE_METHODS
-from thinwire.train.methods.registry.gossip import DECENTRALIZED_METHODS
-from thinwire.train.methods.registry.local import LOCAL_METHODS
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.onebit import ONE_BIT_METHODS
-from thinwire.train.methods.registry.pytorch import PEER_METHODS
-from thinwire.train.methods.registry.sparse import SPARSE_METHODS
-from thinwire.train.methods.registry.threshold import THRESHOLD_METHODS
+from thinwire.train.methods.dense import DENSE_METHODS
+from thinwire.train.methods.gossip import DECENTRALIZED_METHODS
+from thinwire.train.methods.local import LOCAL_METHODS
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.onebit import ONE_BIT_METHODS
+from thinwire.train.methods.pytorch import PEER_METHODS
+from thinwire.train.methods.sparse import SPARSE_METHODS
+from thinwire.train.methods.threshold import THRESHOLD_METHODS
 
 METHODS: dict[str, Method] = {
     method.name: method

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.methods.dense.gradient_average import GradientAverage
 from thinwire.methods.shared.consensus import mean_of_replicas
-from thinwire.train.methods.registry.running_statistics import RunningStatistics
-from thinwire.train.methods.registry.sharding import load_model_state, load_optimizer_state, local_state
+from thinwire.train.methods.running_statistics import RunningStatistics
+from thinwire.train.methods.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense
 from thinwire.wire.evaluation import EvaluationWire

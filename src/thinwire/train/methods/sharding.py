@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
 from thinwire.methods.shared.flat import shard_of
-from thinwire.train.tasks.registry.models import Stack
+from thinwire.train.tasks.models import Stack
 from thinwire.wire.world import World
 
 

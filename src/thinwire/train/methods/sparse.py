@@ -9,9 +9,9 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.methods.sparse.sparse_average import SparseAverage
 from thinwire.train.flags import by_flag
-from thinwire.train.methods.registry.local import LocalReplica
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica
+from thinwire.train.methods.local import LocalReplica
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Feedback
 from thinwire.wire.wire import Group

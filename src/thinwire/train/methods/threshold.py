@@ -8,8 +8,8 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.methods.dense.gradient_average import GradientAverage
 from thinwire.train.flags import by_flag
-from thinwire.train.methods.registry.method import Method
-from thinwire.train.methods.registry.replica import Replica, WireReplica
+from thinwire.train.methods.method import Method
+from thinwire.train.methods.replica import Replica, WireReplica
 from thinwire.wire.codecs import Threshold
 from thinwire.wire.wire import Group
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.extras import ConcurrentAdversarial
-from thinwire.train.data.tokens.order import Batches, Pair
+from thinwire.train.data.order import Batches, Pair
 
 
 @dataclass

@@ -9,12 +9,12 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.extras.dual_batch_norm import dual_batch_norm, second_parameters
 from thinwire.train.config import TrainConfig
-from thinwire.train.data.tokens.images import ImageBatches, load_digits, validation_images
-from thinwire.train.data.tokens.order import Pair
-from thinwire.train.data.tokens.tokens import DataConfig
-from thinwire.train.tasks.registry.image_models import ImageModel, build_image_model
-from thinwire.train.tasks.registry.models import ModelConfig, Stack
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.data.images import ImageBatches, load_digits, validation_images
+from thinwire.train.data.order import Pair
+from thinwire.train.data.tokens import DataConfig
+from thinwire.train.tasks.image_models import ImageModel, build_image_model
+from thinwire.train.tasks.models import ModelConfig, Stack
+from thinwire.train.tasks.task import Task
 
 _OF_TEXT = (
     "tokenizer",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.train.tasks.registry.models import Block, ModelConfig, Stack, fresh
+from thinwire.train.tasks.models import Block, ModelConfig, Stack, fresh
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig
-from thinwire.train.tasks.registry.image import ImageTask
-from thinwire.train.tasks.registry.image_models import IMAGE_PRESETS
-from thinwire.train.tasks.registry.task import Task
-from thinwire.train.tasks.registry.text import TextTask
+from thinwire.train.tasks.image import ImageTask
+from thinwire.train.tasks.image_models import IMAGE_PRESETS
+from thinwire.train.tasks.task import Task
+from thinwire.train.tasks.text import TextTask
 
 IMAGES = ("digits",)
 

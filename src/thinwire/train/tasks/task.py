@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from thinwire.train.config import TrainConfig
-from thinwire.train.data.tokens.order import Batches, Pair
-from thinwire.train.tasks.registry.models import Stack, model_settings
+from thinwire.train.data.order import Batches, Pair
+from thinwire.train.tasks.models import Stack, model_settings
 
 
 class Task(ABC):

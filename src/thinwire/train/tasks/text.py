@@ -8,11 +8,11 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.train.config import TrainConfig
-from thinwire.train.data.tokens.corpus import load_corpus
-from thinwire.train.data.tokens.order import Pair
-from thinwire.train.data.tokens.tokens import IGNORED, Batches, validation_batches
-from thinwire.train.tasks.registry.models import GPT, Stack, build_model
-from thinwire.train.tasks.registry.task import Task
+from thinwire.train.data.corpus import load_corpus
+from thinwire.train.data.order import Pair
+from thinwire.train.data.tokens import IGNORED, Batches, validation_batches
+from thinwire.train.tasks.models import GPT, Stack, build_model
+from thinwire.train.tasks.task import Task
 
 
 class TextTask(Task):
