@@ -219,6 +219,8 @@ FINE: dict[str, tuple[float, ...]] = {
     "floor": (0,),
     "delay": (0,),
     "own_weight": (0,),
+    "first_moments": (0,),
+    "second_moments": (0,),
     "merge": (0,),
     "look_ahead": SOME,
     "lead": (0,),

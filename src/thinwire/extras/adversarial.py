@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.checks import pair_of_numbers, refusal
 from thinwire.extras.dual_batch_norm import plain_batch_norms, second_parameters, second_set
 from thinwire.methods.dense.gradient_average import GradientAverage
-from thinwire.methods.shared.checks import (
+from thinwire.optim.checks import (
     require_at_least,
     require_bool,
     require_callable,

@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from thinwire.methods.shared.checks import require_model
+from thinwire.optim.checks import require_model
 
 SECOND = "second"  # the name under which a BatchNorm holds its second set
 

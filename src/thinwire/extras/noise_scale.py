@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.flat import local_part
+from thinwire.optim.checks import (
     require_count,
     require_group,
     require_kind,
@@ -43,7 +44,6 @@ from thinwire.methods.shared.checks import (
     require_tensors,
     require_text,
 )
-from thinwire.methods.shared.flat import local_part
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Group, Wire
 

@@ -33,7 +33,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.methods.engine import Engine
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import (
+from thinwire.optim.checks import (
     require_group,
     require_inner,
     require_kind,

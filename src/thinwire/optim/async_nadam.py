@@ -20,7 +20,7 @@ from torch.optim import NAdam
 from torch.optim.optimizer import ParamsT
 
 from thinwire.checks import require_count
-from thinwire.methods.shared.checks import require_betas, require_nonnegative, require_params
+from thinwire.optim.checks import require_betas, require_nonnegative, require_params
 
 _PUBLISHED_UPDATES = 30_000
 _PUBLISHED_DECAY = 0.004

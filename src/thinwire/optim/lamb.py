@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.methods.shared.checks import (
+from thinwire.optim.checks import (
     require_betas,
     require_bool,
     require_bounds,

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.flat import local_part
+from thinwire.optim.checks import (
     require_nonnegative,
     require_params,
     require_positive,
     require_share,
 )
-from thinwire.methods.shared.flat import local_part
 from thinwire.optim.tensorwise import TensorwiseOptimizer
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.methods.base import Closure
-from thinwire.methods.shared.checks import require_dense_gradient
+from thinwire.optim.checks import require_dense_gradient
 
 
 class TensorwiseOptimizer(torch.optim.Optimizer):

@@ -153,7 +153,7 @@ def test_the_weight_of_the_newest_drift_over_a_run() -> None:
     assert weights(480) == [0.5] * 5, "24 landings"
     assert weights(3000)[3] == pytest.approx(0.1), "150 landings: the last ten"
     assert weights(12_000, every=4)[3] == pytest.approx(0.1)
-    assert build(0.05, Rules(delay=10))._ema_weight() == 0.5, "of no known length"
+    assert build(0.05, Rules(delay=10)).engine._ema_weight() == 0.5, "of no known length"
 
 
 # -- identities ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ not agree on it: the order of the buckets is the same either way.
 [Note: parameters without gradients] A parameter whose gradient is None on some replicas counts as
 zero there. One that has none on any replica at this step keeps none, for to the inner optimizer a
 gradient of zero is not the same (weight decay, moments): the agreement on those is in
-overlap/reducer.py.
+methods/overlap/reducer.py.
 
 [Note: sharded replicas] With FSDP2 every rank of a replica averages its own shard with its
 counterparts in the other replicas. Whether a step is finite is decided by all of them together.
@@ -31,13 +31,13 @@ from torch import Tensor
 
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.engine import State
+from thinwire.methods.overlap.bucket import Bucket, arrange, version
+from thinwire.methods.overlap.engine import ReducingEngine
+from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import refusal, require_codec
 from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.shards import Shards
-from thinwire.overlap.bucket import Bucket, arrange, version
-from thinwire.overlap.engine import ReducingEngine
-from thinwire.overlap.reducer import GradientReducer
+from thinwire.optim.checks import refusal, require_codec
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.wire import Group
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.overlap.bucket import Bucket
+from thinwire.methods.overlap.bucket import Bucket
 
 
 class NeighbourBucket(Bucket):

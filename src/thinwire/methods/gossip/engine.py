@@ -36,23 +36,23 @@ from thinwire.errors import NonFinite
 from thinwire.methods.engine import State
 from thinwire.methods.gossip.bucket import NeighbourBucket
 from thinwire.methods.gossip.differences import MOMENTS, OLD_NAMES, Differences
+from thinwire.methods.overlap.bucket import arrange
+from thinwire.methods.overlap.engine import Kept, ReducingEngine
+from thinwire.methods.overlap.reducer import GradientReducer
+from thinwire.methods.overlap.saved_state import SavedState
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.consensus import mean_of_replicas
+from thinwire.methods.shared.finite import finite_means
+from thinwire.methods.shared.flat import Flat, local_part
+from thinwire.methods.shared.model_buffers import ModelBuffers
+from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import (
     refusal,
     require_buffers,
     require_group,
     require_kind,
     require_positive,
 )
-from thinwire.methods.shared.consensus import mean_of_replicas
-from thinwire.methods.shared.finite import finite_means
-from thinwire.methods.shared.flat import Flat, local_part
-from thinwire.methods.shared.model_buffers import ModelBuffers
-from thinwire.methods.shared.shards import Shards
-from thinwire.overlap.bucket import arrange
-from thinwire.overlap.engine import Kept, ReducingEngine
-from thinwire.overlap.reducer import GradientReducer
-from thinwire.overlap.saved_state import SavedState
 from thinwire.wire import topology as topologies
 from thinwire.wire.codecs import Codec, Dense, Int4, Int8
 from thinwire.wire.flight import all_finite

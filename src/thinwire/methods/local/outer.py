@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import (
     plain_number,
     refusal,
     require_bool,
@@ -29,7 +30,6 @@ from thinwire.methods.shared.checks import (
     require_positive,
     require_share,
 )
-from thinwire.methods.shared.shards import Shards
 
 _LARGEST_GAP = 8.0
 _NORM_MEMORY = 0.9  # of the average norm that clipping by norm compares with

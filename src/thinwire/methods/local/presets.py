@@ -24,7 +24,7 @@ from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.local.fragment import Fragment
 from thinwire.methods.local.outer import Outer, require_penalty
 from thinwire.methods.local.rounds import Every, LocalRounds, RoundOptions
-from thinwire.methods.shared.checks import (
+from thinwire.optim.checks import (
     require_choice,
     require_group,
     require_positive,

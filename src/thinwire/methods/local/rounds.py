@@ -42,7 +42,10 @@ from thinwire.methods.local.auto_period import AutoPeriod
 from thinwire.methods.local.fragment import Fragment, by_width, partition
 from thinwire.methods.local.outer import Outer, stability_warning
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.finite import StepGuard, finite_means
+from thinwire.methods.shared.model_buffers import ModelBuffers
+from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import (
     plain_number,
     refusal,
     require_bool,
@@ -56,9 +59,6 @@ from thinwire.methods.shared.checks import (
     require_tensors,
     require_weight,
 )
-from thinwire.methods.shared.finite import StepGuard, finite_means
-from thinwire.methods.shared.model_buffers import ModelBuffers
-from thinwire.methods.shared.shards import Shards
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.wire import Group
 

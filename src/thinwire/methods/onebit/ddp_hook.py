@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.methods.shared.checks import require_count, require_kind
+from thinwire.optim.checks import require_count, require_kind
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback, OneBit
 from thinwire.wire.flight import Flight

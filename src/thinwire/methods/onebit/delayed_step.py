@@ -25,9 +25,9 @@ from thinwire.methods.onebit.mean_norm import shortening
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.progress import Progress
 from thinwire.methods.onebit.rule import Learned, Rule
+from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
 from thinwire.methods.shared.flat import local_part
-from thinwire.overlap.reducer import GradientReducer
 from thinwire.wire.flight import Flight
 from thinwire.wire.scratch import Scratch
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.overlap.bucket import Bucket
+from thinwire.methods.overlap.bucket import Bucket
 from thinwire.wire.codecs import ErrorFeedback, OneBit
 from thinwire.wire.compressed_mean import own_slice
 

@@ -35,8 +35,8 @@ from thinwire.methods.onebit.progress import Progress
 from thinwire.methods.onebit.rule import Learned, Rule, State
 from thinwire.methods.onebit.two_stages import StageOptions, TwoStages
 from thinwire.methods.onebit.variance_level import VarianceLevel
-from thinwire.methods.shared.checks import require_bool
 from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import require_bool
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Group
 
@@ -83,6 +83,8 @@ class OneBitAdam(WireOptimizer):
     engine: TwoStages
     steps = Shown[int]("progress.steps", "Steps taken, without those skipped.")
     frozen_at = Shown[int | None]("progress.frozen_at", "Step of the freeze; None before it.")
+    freeze_at = Shown[int | None]("options.freeze_at", "Dense steps, as asked for.")
+    dense = Shown[Codec | None]("options.dense", "Form of the gradients until the freeze.")
     compressing = Shown[bool]("progress.compressing", "Whether v is frozen, and bits are sent.")
     grad_norm = Shown[float]("clipping.grad_norm", "Of the last step; docs/methods/one-bit.md.")
     clip = Shown[float | None]("clipping.clip", "Largest norm of the gradient.", settable=True)

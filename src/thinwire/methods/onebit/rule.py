@@ -20,9 +20,9 @@ from torch import Tensor
 
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.progress import Progress
-from thinwire.methods.shared.checks import require_betas, require_bool, require_nonnegative
 from thinwire.methods.shared.flat import local_part
 from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import require_betas, require_bool, require_nonnegative
 from thinwire.wire.wire import Wire
 
 State = dict[str, Any]

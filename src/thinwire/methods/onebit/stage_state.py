@@ -8,11 +8,11 @@ import torch
 from thinwire.methods.engine import State
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.store import MomentStore
+from thinwire.methods.overlap.engine import Kept
+from thinwire.methods.overlap.reducer import GradientReducer
+from thinwire.methods.overlap.saved_state import SavedState
 from thinwire.methods.session import Session
 from thinwire.methods.shared.flat import local_part
-from thinwire.overlap.engine import Kept
-from thinwire.overlap.reducer import GradientReducer
-from thinwire.overlap.saved_state import SavedState
 
 
 class Saved(Protocol):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire.methods.onebit.moments import MomentBucket
+from thinwire.methods.overlap.bucket import arrange
+from thinwire.methods.overlap.engine import Kept
+from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.overlap.bucket import arrange
-from thinwire.overlap.engine import Kept
-from thinwire.overlap.reducer import GradientReducer
 from thinwire.wire.compressed_mean import own_slice
 
 State = dict[str, Any]

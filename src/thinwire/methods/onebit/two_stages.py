@@ -7,12 +7,12 @@
 What a step is belongs to the rule (rule.py; one_bit_adam.py, one_bit_lamb.py). Groups with
 compress=False stay in the first stage. The parts that combine are held:
 
-    reducer      buckets, sent during the backward pass                       overlap/reducer.py
-    route        one wire, or one inside a node and one between nodes         overlap/route.py
+    reducer      buckets, sent during the backward pass                 overlap/reducer.py
+    route        one wire, or one inside a node and one between nodes   overlap/route.py
     placement    whole moments on every rank, or each rank a part of them     sharded_moments.py
-    clipping     by a norm that no rank may know                              clipping.py
-    delay        the step with the momentum of the step before                delayed_step.py
-    store        moments and errors as a state_dict                           store.py
+    clipping     by a norm that no rank may know                        clipping.py
+    delay        the step with the momentum of the step before          delayed_step.py
+    store        moments and errors as a state_dict                     store.py
 
 [Note: skipped steps] A NaN or an infinity on any rank makes the mean of its bucket one on all
 ranks. All buckets have landed before anything is changed: a step is taken everywhere or nowhere.
@@ -39,8 +39,12 @@ from thinwire.methods.onebit.rule import Rule
 from thinwire.methods.onebit.sharded_moments import Placement, ShardedMoments, WholeMoments
 from thinwire.methods.onebit.stage_state import StageState
 from thinwire.methods.onebit.store import MomentStore
+from thinwire.methods.overlap.engine import Kept, ReducingEngine
+from thinwire.methods.overlap.reducer import GradientReducer
+from thinwire.methods.overlap.route import Direct, TwoLevels
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import (
+from thinwire.methods.shared.shards import Shards
+from thinwire.optim.checks import (
     require_bool,
     require_codec,
     require_count,
@@ -48,10 +52,6 @@ from thinwire.methods.shared.checks import (
     require_positive,
     require_share,
 )
-from thinwire.methods.shared.shards import Shards
-from thinwire.overlap.engine import Kept, ReducingEngine
-from thinwire.overlap.reducer import GradientReducer
-from thinwire.overlap.route import Direct, TwoLevels
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.wire import Group, Wire

@@ -52,12 +52,12 @@ from thinwire.methods.onebit.sharded_moments import WholeMoments
 from thinwire.methods.onebit.stage_state import StageState
 from thinwire.methods.onebit.store import MomentStore
 from thinwire.methods.onebit.two_stages import StageOptions, warn_if_all_dense
+from thinwire.methods.overlap.engine import Kept, ReducingEngine
+from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import require_count
 from thinwire.methods.shared.consensus import mean_of_replicas
 from thinwire.methods.shared.shards import Shards
-from thinwire.overlap.engine import Kept, ReducingEngine
-from thinwire.overlap.reducer import GradientReducer
+from thinwire.optim.checks import require_count
 from thinwire.wire.codecs import Codec
 from thinwire.wire.wire import Group
 
@@ -80,6 +80,8 @@ class ZeroOneAdam(WireOptimizer):
     engine: "ZeroOneStages"
     steps = Shown[int]("progress.steps", "Steps taken, without those skipped.")
     frozen_at = Shown[int | None]("progress.frozen_at", "Step of the freeze; None before it.")
+    freeze_at = Shown[int | None]("options.freeze_at", "Dense steps, as asked for.")
+    dense = Shown[Codec | None]("options.dense", "Form of the gradients until the freeze.")
     compressing = Shown[bool]("progress.compressing", "Whether v is frozen, and steps are local.")
     refreshes = Shown[int]("refreshes", "Dense steps so far.")
     exchanges = Shown[int]("local.exchanges", "Exchanges of local steps so far.")

@@ -18,15 +18,6 @@ from thinwire.checks import pair_of_numbers
 from thinwire.errors import ThinwireError
 from thinwire.methods.engine import Engine
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import (
-    refusal,
-    require_buffers,
-    require_choice,
-    require_codec,
-    require_count,
-    require_part,
-    require_whole,
-)
 from thinwire.methods.shared.consensus import mean_of_replicas
 from thinwire.methods.shared.finite import (
     StepGuard,
@@ -41,6 +32,15 @@ from thinwire.methods.shared.shards import Shards
 from thinwire.methods.sparse.drift import START, DriftEstimate, ema_weight, scaled_end
 from thinwire.methods.sparse.round import Round, take_up
 from thinwire.methods.sparse.subsets import MOST_PARTS, Subsets, parts_of
+from thinwire.optim.checks import (
+    refusal,
+    require_buffers,
+    require_choice,
+    require_codec,
+    require_count,
+    require_part,
+    require_whole,
+)
 from thinwire.wire.agreement import require_same
 from thinwire.wire.codecs import Codec, Dense
 from thinwire.wire.flight import Flight, all_finite

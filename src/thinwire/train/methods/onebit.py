@@ -179,9 +179,7 @@ class OneBitReplica(Replica):
 
     @property
     def averages_gradients(self) -> bool:
-        return not self.optimizer.compressing and isinstance(
-            self.optimizer.engine.options.dense, Dense
-        )
+        return not self.optimizer.compressing and isinstance(self.optimizer.dense, Dense)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.optimizer.accumulating()

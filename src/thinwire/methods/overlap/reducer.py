@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from thinwire.errors import UsageError
+from thinwire.methods.overlap.backward import BackwardHooks
+from thinwire.methods.overlap.bucket import Bucket
+from thinwire.methods.overlap.route import Direct, Route
 from thinwire.methods.session import Session
-from thinwire.methods.shared.checks import require_bool, require_dense_gradient, require_positive
-from thinwire.overlap.backward import BackwardHooks
-from thinwire.overlap.bucket import Bucket
-from thinwire.overlap.route import Direct, Route
+from thinwire.optim.checks import require_bool, require_dense_gradient, require_positive
 from thinwire.wire.flight import Flight
 
 if TYPE_CHECKING:
-    from thinwire.overlap.engine import ReducingEngine
+    from thinwire.methods.overlap.engine import ReducingEngine
 
 State = dict[str, Any]
 B = TypeVar("B", bound=Bucket)

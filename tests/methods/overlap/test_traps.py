@@ -24,7 +24,7 @@ from thinwire.methods.onebit.one_bit_adam import AdamRule
 from thinwire.methods.onebit.one_bit_lamb import LambRule
 from thinwire.methods.onebit.store import MomentStore
 from thinwire.methods.onebit.two_stages import TwoStages
-from thinwire.overlap.reducer import GradientReducer
+from thinwire.methods.overlap.reducer import GradientReducer
 
 LR = 0.02
 

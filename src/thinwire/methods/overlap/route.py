@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from thinwire.overlap.bucket import Bucket
+from thinwire.methods.overlap.bucket import Bucket
 from thinwire.wire.flight import Flight
 from thinwire.wire.wire import Wire
 

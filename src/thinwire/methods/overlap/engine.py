@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from thinwire.methods.engine import Engine, State
-from thinwire.overlap.bucket import Bucket
-from thinwire.overlap.reducer import GradientReducer
+from thinwire.methods.overlap.bucket import Bucket
+from thinwire.methods.overlap.reducer import GradientReducer
 
 B = TypeVar("B", bound=Bucket)
 Kept = dict[int, dict[str, Tensor]]  # what is kept of each parameter, by name

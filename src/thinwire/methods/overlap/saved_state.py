@@ -6,9 +6,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.methods.overlap.bucket import Bucket
+from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.overlap.bucket import Bucket
-from thinwire.overlap.reducer import GradientReducer
 
 State = dict[str, Any]
 B = TypeVar("B", bound=Bucket)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.conftest import Ranks
-from thinwire.overlap.bucket import arrange
+from thinwire.methods.overlap.bucket import arrange
 
 
 class Net(nn.Module):
