@@ -18,16 +18,8 @@ if TYPE_CHECKING:
     from thinwire.methods.local.des_loc import DesLoc
     from thinwire.methods.local.local_updates import LocalUpdates
     from thinwire.methods.local.outer import Outer
-    from thinwire.methods.local.presets import (
-        CO2,
-        DiLoCo,
-        Eager,
-        LocalSGD,
-        Overlapped,
-        SlowMo,
-        SparseLoCo,
-        StreamingDiLoCo,
-    )
+    from thinwire.methods.local.overlapped import CO2, Eager, Overlapped
+    from thinwire.methods.local.presets import DiLoCo, LocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
     from thinwire.methods.onebit import ddp_hook as hooks
     from thinwire.methods.onebit.one_bit_adam import OneBitAdam
     from thinwire.methods.onebit.one_bit_lamb import OneBitLamb
@@ -97,9 +89,8 @@ _HOMES = {  # of every name: the module that defines it
     "methods.local.des_loc": "DesLoc",
     "methods.local.local_updates": "LocalUpdates",
     "methods.local.outer": "Outer",
-    "methods.local.presets": (
-        "CO2 DiLoCo Eager LocalSGD Overlapped SlowMo SparseLoCo StreamingDiLoCo"
-    ),
+    "methods.local.overlapped": "CO2 Eager Overlapped",
+    "methods.local.presets": "DiLoCo LocalSGD SlowMo SparseLoCo StreamingDiLoCo",
     "methods.onebit.one_bit_adam": "OneBitAdam",
     "methods.onebit.one_bit_lamb": "OneBitLamb",
     "methods.onebit.zero_one_adam": "ZeroOneAdam",

@@ -45,7 +45,8 @@ from thinwire.optim.checks import (
     require_text,
 )
 from thinwire.wire.flight import Flight
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 State = dict[str, Any]
 

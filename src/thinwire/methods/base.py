@@ -41,7 +41,8 @@ from thinwire.optim.checks import (
     require_text,
 )
 from thinwire.wire.account import Account
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 Closure = Callable[[], float]
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from thinwire.methods.shared.finite import StepGuard
 from thinwire.methods.shared.flat import Unchanged, shard_of
 from thinwire.wire.account import Account
 from thinwire.wire.evaluation import EvaluationWire
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 class Session:

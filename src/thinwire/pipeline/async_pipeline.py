@@ -31,7 +31,8 @@ from thinwire.wire.agreement import require_same
 from thinwire.wire.checks import require_group
 from thinwire.wire.codecs import Codec, Threshold
 from thinwire.wire.flight import Flight
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 Batch = tuple[Tensor, Tensor]
 
@@ -106,19 +107,10 @@ class AsyncPipeline:
         timeout: float | None = None,
     ) -> None:
         own = Settings(
-            "AsyncPipeline",
-            loss=loss,
-            schedule=schedule,
-            stash=stash,
-            recompute=recompute,
-            look_ahead=look_ahead,
-            accumulate=accumulate,
-            lead=lead,
-            codec=codec,
-            gradient_codec=gradient_codec,
-            clip=clip,
-            autocast=autocast,
-        )
+            "AsyncPipeline", loss=loss, schedule=schedule, stash=stash, recompute=recompute,
+            look_ahead=look_ahead, accumulate=accumulate, lead=lead, codec=codec,
+            gradient_codec=gradient_codec, clip=clip, autocast=autocast,
+        )  # fmt: skip
         require_stage("AsyncPipeline", module, optimizer, trains=update is None)
         if update is not None:
             require_callable("AsyncPipeline", "update", update, "update()")

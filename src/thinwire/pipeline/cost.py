@@ -17,7 +17,8 @@ from thinwire.checks import (
     require_kind,
 )
 from thinwire.wire.checks import require_group
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 _PARTS = "parts, (name, module) in order"
 

@@ -17,7 +17,8 @@ from thinwire.pipeline.crossing import Sieve
 from thinwire.wire.account import Account
 from thinwire.wire.checks import require_group
 from thinwire.wire.codecs.sparse import SparseRow, require_bits, sparse_row
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 class Cut(nn.Module):

@@ -20,7 +20,7 @@ from thinwire.pipeline.stage import ClippedStep, Loss
 from thinwire.wire import world
 from thinwire.wire.account import Account
 from thinwire.wire.checks import require_group
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 _SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 

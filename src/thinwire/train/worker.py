@@ -11,6 +11,7 @@ from thinwire.train import run_directory
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop.metrics import MetricsWriter, tensorboard_listener
 from thinwire.train.loop.stage_trainer import trainer_of
+from thinwire.train.loop.stop_consensus import stop_on_signals
 from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
 from thinwire.wire import world as world_module
@@ -51,7 +52,7 @@ def _train(config: TrainConfig, trainer: Trainer, display: Display | None) -> di
     metrics = _together(control, lambda: _files(config, trainer, display if leader else None))
     if leader:
         trainer.notice = display.print if display is not None else print
-    trainer.stop_on_signals()
+    stop_on_signals(trainer.pulse, alone=trainer.world.size == 1)
     summary = trainer.train(metrics)
     if leader:
         run_directory.write_summary(run, summary)

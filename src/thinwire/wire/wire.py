@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checks import require_kind, require_seconds, require_text
 from thinwire.errors import PeerLost, UsageError
@@ -24,9 +23,9 @@ from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part, all_reduce_bytes
 from thinwire.wire.compressed_mean import Owner, mean_bytes
 from thinwire.wire.flight import Flight
+from thinwire.wire.ranks import Group, ranks_of
 
 AnyCodec = Codec | Feedback
-Group = ProcessGroup | DeviceMesh | None
 
 MOST_GATHERED = 64 << 20
 """Bytes that `gather_bytes` takes of a rank."""
@@ -63,7 +62,7 @@ class Wire:
         self.world = world.current()
         self.account = account or Account()
         self.name = name
-        self.ranks = _ranks_of(group, self.world.size)
+        self.ranks = ranks_of(group, self.world.size)
         if self.world.rank not in self.ranks:
             raise ValueError(
                 f"this is rank {self.world.rank}, no member of the group of ranks {self.ranks}; "
@@ -397,21 +396,3 @@ def _stateless(codec: Codec | None, flat: Tensor) -> Codec:
 def _whole_bytes(codec: Codec, flat: Tensor) -> int:
     """Of all values as one payload."""
     return codec.payload_bytes(codec.part(flat.numel(), 1))
-
-
-def _ranks_of(group: Group, world_size: int) -> list[int]:
-    if group is None:
-        return list(range(world_size))
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group takes one dimension of a DeviceMesh, got a mesh of {group.ndim}; "
-                f"name one, as in mesh[{(group.mesh_dim_names or ('replica',))[0]!r}]"
-            )
-        group = group.get_group()
-    return sorted(dist.get_process_group_ranks(group))
-
-
-def group_size(group: Group) -> int:
-    """Ranks in a group as `Wire` takes it, known before a wire is made."""
-    return len(_ranks_of(group, world.current().size))

@@ -12,7 +12,7 @@ from thinwire.errors import UsageError
 from thinwire.train.checkpoints.export import export, load_exported
 from thinwire.train.config import parse
 from thinwire.train.loop.stage_trainer import StageTrainer
-from thinwire.train.loop.stop_consensus import PERIOD, Pulse
+from thinwire.train.loop.stop_consensus import PERIOD, StopConsensus
 from thinwire.train.loop.trainer import Trainer
 from thinwire.train.preflight import preflight
 from thinwire.train.tasks.registry import find_task
@@ -24,15 +24,15 @@ BRIEF = ["--model", "gpt-0.3m", "--eval-every", "4", "--lr", "1e-3"]
 def run(argv: list[str], stop_at: int = 0) -> dict[str, Any]:
     """One worker; `stop_at`: worker 1 is asked to stop after that step."""
     torch.set_num_threads(1)
-    beat = Pulse.beat
+    beat = StopConsensus.beat
 
-    def asked(self: Pulse, step: int, loss: float, norm: float) -> int:
+    def asked(self: StopConsensus, step: int, loss: float, norm: float) -> int:
         if step == stop_at and self._wire.rank == 1:
             self.stop_asked = 15
         return beat(self, step, loss, norm)
 
     if stop_at:
-        Pulse.beat = asked  # type: ignore[method-assign]
+        StopConsensus.beat = asked  # type: ignore[method-assign]
     return run_worker(parse(argv))[1]
 
 

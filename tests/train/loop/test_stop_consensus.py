@@ -1,4 +1,4 @@
-"""Pulse: all ranks stop after the same step, and a replica beyond help is named on all of them."""
+"""StopConsensus: all ranks stop after the same step; a replica beyond help is named on all ranks."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 
 from tests.conftest import Ranks
 from thinwire.errors import NonFinite
-from thinwire.train.loop.stop_consensus import MOST_BAD_STEPS, PERIOD, Pulse
+from thinwire.train.loop.stop_consensus import MOST_BAD_STEPS, PERIOD, StopConsensus
 from thinwire.wire import world
 from thinwire.wire.wire import Wire
 
 
 def beats(asked_at: int | None, bad: range = range(0), steps: int = 40) -> tuple[int, int]:
     """(the signal, the step) at which the loop ends; this rank is asked after step `asked_at`."""
-    pulse = Pulse(Wire(name="control"))
+    pulse = StopConsensus(Wire(name="control"))
     for step in range(1, steps + 1):
         if step == asked_at:
             pulse.stop_asked = 15
@@ -66,7 +66,7 @@ def test_a_replica_that_comes_back_is_not(ranks: Ranks) -> None:
 
 def test_the_end_of_a_run_still_tells(ranks: Ranks) -> None:
     """The last reduction is landed even when no later beat would."""
-    pulse = Pulse(Wire(name="control"))
+    pulse = StopConsensus(Wire(name="control"))
     for step in range(1, MOST_BAD_STEPS + 1):
         pulse.beat(step, math.inf, 1.0)
     with pytest.raises(NonFinite, match="worker 0"):
@@ -74,7 +74,7 @@ def test_the_end_of_a_run_still_tells(ranks: Ranks) -> None:
 
 
 def test_steps_that_are_all_skipped_end_the_run_though_no_loss_is_bad() -> None:
-    pulse = Pulse(Wire(name="control"))
+    pulse = StopConsensus(Wire(name="control"))
     for step in range(1, MOST_BAD_STEPS + PERIOD):
         assert pulse.beat(step, 1.0, math.nan) == 0
     with pytest.raises(NonFinite, match="gradients have not been finite"):

@@ -39,7 +39,7 @@ from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import refusal, require_codec
 from thinwire.wire.codecs import Codec, Dense, Feedback
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 class GradientAverage(WireOptimizer):

@@ -39,8 +39,8 @@ from thinwire.methods.gossip.engine import GossipEngine, GossipOptions
 from thinwire.methods.shared.flat import local_part
 from thinwire.optim.checks import require_nonnegative, require_share
 from thinwire.wire.codecs import Codec
+from thinwire.wire.ranks import Group
 from thinwire.wire.topology import Topology
-from thinwire.wire.wire import Group
 
 
 class DecentLaM(WireOptimizer):

@@ -56,8 +56,8 @@ from thinwire.optim.checks import (
 from thinwire.wire import topology as topologies
 from thinwire.wire.codecs import Codec, Dense, Int4, Int8
 from thinwire.wire.flight import all_finite
+from thinwire.wire.ranks import Group, group_size
 from thinwire.wire.topology import Topology
-from thinwire.wire.wire import Group, group_size
 
 
 class MixingRule(Protocol):

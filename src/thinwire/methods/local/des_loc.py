@@ -32,7 +32,7 @@ from thinwire.methods.shared.model_buffers import ModelBuffers
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_buffers, require_codec, require_count
 from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq",)  # as torch's optimizers call them
 

@@ -14,7 +14,7 @@ from thinwire.methods.local.fragment import Fragment
 from thinwire.methods.local.outer import Outer
 from thinwire.methods.local.rounds import Delay, Every, LocalRounds, RoundOptions
 from thinwire.wire.codecs import Codec, Feedback
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 class LocalUpdates(WireOptimizer):

@@ -195,6 +195,15 @@ class OuterState:
         return min(norm, limit)
 
 
+def preset_outer(
+    name: str, lr: float, momentum: float = 0.0, *, nesterov: bool = False, **more: Any
+) -> Outer:
+    """Checked under the names that presets give them; no Nesterov without a momentum."""
+    lr = require_positive(name, "outer_lr", lr)
+    momentum = require_share(name, "outer_momentum", momentum)
+    return Outer(lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, **more)
+
+
 def largest_stable_lr(momentum: float, nesterov: bool, own_weight: float) -> float:
     """The outer lr / penalty below which rounds converge on a quadratic.
 

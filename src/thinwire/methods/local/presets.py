@@ -15,35 +15,18 @@ Overlapped       a round   1             1, momentum .5                never
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.local.fragment import Fragment
-from thinwire.methods.local.outer import Outer, require_penalty
+from thinwire.methods.local.outer import Outer, preset_outer
 from thinwire.methods.local.rounds import Every, LocalRounds, RoundOptions
-from thinwire.optim.checks import (
-    require_choice,
-    require_group,
-    require_positive,
-    require_share,
-)
 from thinwire.wire.codecs import Codec, ErrorFeedback, Feedback, Int4, TopK
-from thinwire.wire.wire import Group, group_size
+from thinwire.wire.ranks import Group
 
 Inner = torch.optim.Optimizer
-Penalty = float | Literal["gap"]
-
-
-def _outer(
-    name: str, lr: float, momentum: float = 0.0, *, nesterov: bool = False, **more: Any
-) -> Outer:
-    """Checked under the names that presets give them; no Nesterov without a momentum."""
-    lr = require_positive(name, "outer_lr", lr)
-    momentum = require_share(name, "outer_momentum", momentum)
-    return Outer(lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, **more)
 
 
 class LocalSGD(WireOptimizer):
@@ -122,7 +105,7 @@ class SlowMo(WireOptimizer):
         group: Group = None,
     ) -> None:
         require_wrapped("SlowMo", inner)
-        outer = _outer("SlowMo", outer_lr, outer_momentum, follow_lr=True)
+        outer = preset_outer("SlowMo", outer_lr, outer_momentum, follow_lr=True)
         options = RoundOptions(
             "SlowMo",
             inner,
@@ -171,7 +154,7 @@ class DiLoCo(WireOptimizer):
         group: Group = None,
     ) -> None:
         require_wrapped("DiLoCo", inner)
-        outer = _outer("DiLoCo", outer_lr, outer_momentum, nesterov=True)
+        outer = preset_outer("DiLoCo", outer_lr, outer_momentum, nesterov=True)
         options = RoundOptions(
             "DiLoCo",
             inner,
@@ -223,7 +206,7 @@ class StreamingDiLoCo(WireOptimizer):
         group: Group = None,
     ) -> None:
         require_wrapped("StreamingDiLoCo", inner)
-        outer = _outer("StreamingDiLoCo", outer_lr, outer_momentum, nesterov=True)
+        outer = preset_outer("StreamingDiLoCo", outer_lr, outer_momentum, nesterov=True)
         options = RoundOptions(
             "StreamingDiLoCo",
             inner,
@@ -272,7 +255,7 @@ class SparseLoCo(WireOptimizer):
         group: Group = None,
     ) -> None:
         require_wrapped("SparseLoCo", inner)
-        outer = _outer("SparseLoCo", outer_lr)
+        outer = preset_outer("SparseLoCo", outer_lr)
         options = RoundOptions(
             "SparseLoCo",
             inner,
@@ -280,167 +263,6 @@ class SparseLoCo(WireOptimizer):
             outer=outer,
             fragments=fragments,
             codec=ErrorFeedback(TopK(), decay=0.95) if codec is None else codec,
-            buffers=buffers,
-            offload=offload,
-            group=group,
-        )
-        super().__init__(inner.param_groups, {}, inner=inner, group=group)
-        self.engine = LocalRounds(self.session, options)
-
-
-class CO2(WireOptimizer):
-    """The averaging of a round overlaps the whole next round; the anchor is the same everywhere.
-
-    Args:
-        inner: any torch optimizer over the model's parameters.
-        every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
-            loss falls behind data parallelism; "auto" measures it.
-        outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
-            the rounds.
-        penalty, clip, clip_by: as in `Outer`.
-        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
-    """
-
-    engine: LocalRounds
-    every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
-    outer = Shown[Outer]("outer", "The outer optimizer's settings.")
-    rounds = Shown[int]("rounds", "Rounds ended so far.")
-    fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
-    outer_bytes = Shown[int]("outer_bytes", "Memory of the outer state on this rank.")
-
-    def __init__(
-        self,
-        inner: Inner,
-        *,
-        every: Every = 24,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.2,
-        penalty: Penalty = "gap",
-        clip: float | None = 2.0,
-        clip_by: Literal["norm", "value"] = "norm",
-        fragments: int | Sequence[Sequence[Tensor]] = 1,
-        codec: Codec | Feedback | None = None,
-        buffers: Iterable[Tensor] = (),
-        offload: bool = False,
-        group: Group = None,
-    ) -> None:
-        require_wrapped("CO2", inner)
-        require_penalty("CO2", penalty)
-        if clip is not None:
-            require_positive("CO2", "clip", clip)
-        require_choice("CO2", "clip_by", clip_by, ("norm", "value"))
-        outer = _outer("CO2", outer_lr, outer_momentum, penalty=penalty, clip=clip, clip_by=clip_by)
-        options = RoundOptions(
-            "CO2",
-            inner,
-            every,
-            "round",
-            outer=outer,
-            fragments=fragments,
-            codec=codec,
-            buffers=buffers,
-            offload=offload,
-            group=group,
-        )
-        super().__init__(inner.param_groups, {}, inner=inner, group=group)
-        self.engine = LocalRounds(self.session, options)
-
-
-class Eager(WireOptimizer):
-    """A round late, with each replica's own newest progress in its share of the mean.
-
-    Args:
-        inner: any torch optimizer over the model's parameters.
-        every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
-            loss falls behind data parallelism; "auto" measures it.
-        outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
-            the rounds.
-        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
-    """
-
-    engine: LocalRounds
-    every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
-    outer = Shown[Outer]("outer", "The outer optimizer's settings.")
-    rounds = Shown[int]("rounds", "Rounds ended so far.")
-    fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
-    outer_bytes = Shown[int]("outer_bytes", "Memory of the outer state on this rank.")
-
-    def __init__(
-        self,
-        inner: Inner,
-        *,
-        every: Every = 30,
-        outer_lr: float = 0.4,
-        outer_momentum: float = 0.9,
-        fragments: int | Sequence[Sequence[Tensor]] = 1,
-        codec: Codec | Feedback | None = None,
-        buffers: Iterable[Tensor] = (),
-        offload: bool = False,
-        group: Group = None,
-    ) -> None:
-        require_wrapped("Eager", inner)
-        require_group("Eager", "group", group)
-        outer = _outer("Eager", outer_lr, outer_momentum, nesterov=True)
-        options = RoundOptions(
-            "Eager",
-            inner,
-            every,
-            "round",
-            own_weight=1 / group_size(group),
-            outer=outer,
-            fragments=fragments,
-            codec=codec,
-            buffers=buffers,
-            offload=offload,
-            group=group,
-        )
-        super().__init__(inner.param_groups, {}, inner=inner, group=group)
-        self.engine = LocalRounds(self.session, options)
-
-
-class Overlapped(WireOptimizer):
-    """Ours, and what we recommend: nobody waits, and on average nothing is late.
-
-    Args:
-        inner: any torch optimizer over the model's parameters.
-        every: inner steps in a round. Raise it while `account.exposed` grows, lower it when the
-            loss falls behind data parallelism; "auto" measures it.
-        outer_lr, outer_momentum: of the outer optimizer. Lower either when the loss swings with
-            the rounds.
-        fragments, codec, buffers, offload, group: as in `LocalUpdates`.
-    """
-
-    engine: LocalRounds
-    every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
-    outer = Shown[Outer]("outer", "The outer optimizer's settings.")
-    rounds = Shown[int]("rounds", "Rounds ended so far.")
-    fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
-    outer_bytes = Shown[int]("outer_bytes", "Memory of the outer state on this rank.")
-
-    def __init__(
-        self,
-        inner: Inner,
-        *,
-        every: Every = 24,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.5,
-        fragments: int | Sequence[Sequence[Tensor]] = 1,
-        codec: Codec | Feedback | None = None,
-        buffers: Iterable[Tensor] = (),
-        offload: bool = False,
-        group: Group = None,
-    ) -> None:
-        require_wrapped("Overlapped", inner)
-        outer = _outer("Overlapped", outer_lr, outer_momentum)
-        options = RoundOptions(
-            "Overlapped",
-            inner,
-            every,
-            "round",
-            own_weight=1.0,
-            outer=outer,
-            fragments=fragments,
-            codec=codec,
             buffers=buffers,
             offload=offload,
             group=group,

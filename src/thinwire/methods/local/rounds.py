@@ -60,7 +60,7 @@ from thinwire.optim.checks import (
     require_weight,
 )
 from thinwire.wire.codecs import Codec, Feedback
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 Every = int | Literal["auto"]
 Delay = int | Literal["round"]

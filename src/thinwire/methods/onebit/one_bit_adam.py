@@ -38,7 +38,7 @@ from thinwire.methods.onebit.variance_level import VarianceLevel
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_bool
 from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 class OneBitAdam(WireOptimizer):

@@ -39,7 +39,8 @@ from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_bool, require_bounds, require_share
 from thinwire.optim.lamb import Bounds, coefficients
 from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 class OneBitLamb(WireOptimizer):

@@ -54,7 +54,8 @@ from thinwire.optim.checks import (
 )
 from thinwire.wire.agreement import require_same, require_same_values
 from thinwire.wire.codecs import Codec, Dense
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 @dataclass

@@ -59,7 +59,7 @@ from thinwire.methods.shared.consensus import mean_of_replicas
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_count
 from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 class ZeroOneAdam(WireOptimizer):

@@ -41,7 +41,7 @@ from thinwire.methods.sparse.engine import Correction, Landing, SparseOptions, S
 from thinwire.methods.sparse.subsets import Subsets
 from thinwire.wire.codecs import Codec
 from thinwire.wire.flight import Flight
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 class SparseAverage(WireOptimizer):

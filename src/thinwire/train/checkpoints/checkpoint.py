@@ -28,8 +28,8 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,22 @@ def save(
             _prune(root, step, keep)
             _reached("pruned")
 
-    try:
+    with _draft_removed_on_failure(draft, leader):
         for phase in (begin, write, commit):
             _together(phase, draft, barrier, tell)
-    except StorageError:
-        if leader and root.is_dir():
-            with suppress(OSError):
-                _remove(draft)  # it may be what fills the disk
-        raise
     return final
+
+
+@contextmanager
+def _draft_removed_on_failure(draft: Path, leader: bool) -> Iterator[None]:
+    """It may be what fills the disk."""
+    try:
+        yield
+    except StorageError:
+        if leader and draft.parent.is_dir():
+            with suppress(OSError):
+                _remove(draft)
+        raise
 
 
 def _together(

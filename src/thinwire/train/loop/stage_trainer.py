@@ -29,7 +29,8 @@ from thinwire.train.preflight import cut_of
 from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account
 from thinwire.wire.flight import Flight
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 from thinwire.wire.world import World
 
 # Without a stash, the share of a run over which stages are held back (7,000 of 30,000 updates).

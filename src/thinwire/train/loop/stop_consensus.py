@@ -1,4 +1,4 @@
-"""Pulse: a few bytes every few steps by which the workers stay one run.
+"""StopConsensus: a small all-reduce every few steps so that all workers stop at the same step.
 
 Ranks must leave the loop after the same step, but a signal reaches each of them at another one.
 Every few steps (a period) a worker launches a small reduction - "I was asked to stop", "my loss is
@@ -8,6 +8,8 @@ or stuck is noticed here even by methods that send nothing else.
 """
 
 import math
+import signal
+from types import FrameType
 
 from thinwire.errors import NonFinite
 from thinwire.wire.flight import Flight
@@ -18,7 +20,7 @@ PERIOD = 4
 MOST_BAD_STEPS = 8
 
 
-class Pulse:
+class StopConsensus:
     def __init__(self, wire: Wire, period: int = PERIOD) -> None:
         """A longer `period` is for replicas that may be further apart than one of ours."""
         self._wire, self._period = wire, period
@@ -66,3 +68,20 @@ class Pulse:
                 "every worker's loss is; lower --lr or raise --warmup"
             )
         return int(stop)
+
+
+def stop_on_signals(pulse: StopConsensus, *, alone: bool) -> None:
+    """SIGTERM and Ctrl-C end the run at a step all ranks agree on, with a checkpoint.
+
+    A second one ends it at once. Among others the kernel sees to that, for a worker that waits for
+    a peer inside of torch runs no handler; alone, Python can still tidy up the terminal.
+    """
+    again = signal.default_int_handler if alone else signal.SIG_DFL
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        pulse.stop_asked = signum
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, again)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from thinwire.train.data.order import Batches, Pair
 from thinwire.train.loop.metrics import MetricsWriter, Record
 from thinwire.train.loop.noise_meter import NoiseMeter, find_noise_meter
 from thinwire.train.loop.optimizers import build_optimizer, learning_rate
-from thinwire.train.loop.stop_consensus import PERIOD, Pulse
+from thinwire.train.loop.stop_consensus import PERIOD, StopConsensus
+from thinwire.train.loop.summary import summary_of
 from thinwire.train.methods.registry import find_method
 from thinwire.train.methods.replica import Replica
 from thinwire.train.methods.sharding import make_mesh, shard_model
@@ -29,7 +29,8 @@ from thinwire.train.tasks.adversary import AnnouncedBatches
 from thinwire.train.tasks.models import Stack
 from thinwire.train.tasks.task import Task
 from thinwire.wire.account import Account
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 from thinwire.wire.world import World
 
 
@@ -60,7 +61,7 @@ class Trainer:
         self.adversary = self._build_adversary() if config.adversary.adversarial > 0 else None
         # Each replica's own randomness.
         torch.manual_seed((config.loop.seed * 1_000_003 + world.rank + 1) % 2**63)
-        self.pulse = Pulse(control, max(PERIOD, method.slack(config.settings)))
+        self.pulse = StopConsensus(control, max(PERIOD, method.slack(config.settings)))
         self.noise: NoiseMeter | None = find_noise_meter(config, task, self.replica, control)
         self.step = 0
         self.seconds = 0.0  # spent training: evaluation and checkpoints are not counted
@@ -119,7 +120,7 @@ class Trainer:
             self.replica.finish()
             metrics.write(self.evaluate())
         self.save()
-        return self._summary(signal.Signals(signum).name if stopped else None)
+        return summary_of(self, signal.Signals(signum).name if stopped else None)
 
     def _first_or_next_step(self) -> Record:
         if not self._unproven:
@@ -271,22 +272,6 @@ class Trainer:
             for index, state in enumerate(private["cuda_rng"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(state, index)
 
-    def stop_on_signals(self) -> None:
-        """SIGTERM and Ctrl-C end the run at a step all ranks agree on, with a checkpoint.
-
-        A second one ends it at once. Among others the kernel sees to that, for a worker that waits
-        for a peer inside of torch runs no handler; alone, Python can still tidy up the terminal.
-        """
-        again = signal.default_int_handler if self.world.size == 1 else signal.SIG_DFL
-
-        def ask(signum: int, frame: FrameType | None) -> None:
-            self.pulse.stop_asked = signum
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, again)
-
-        signal.signal(signal.SIGTERM, ask)
-        signal.signal(signal.SIGINT, ask)
-
     def train_step(self) -> Record:
         """One step of this replica; the record for the metrics."""
         start = time.perf_counter()
@@ -392,32 +377,6 @@ class Trainer:
                 output = self.model(x.to(device))
                 judged = self.task.judge(self.whole, output, y.to(device))
             yield judged
-
-    def _summary(self, stopped_by: str | None) -> dict[str, Any]:
-        own = self.totals()
-        loss, total = self.control.agree([self.own_loss(), own["bytes"]], "sum")
-        seconds, exposed, hidden, skipped = self.control.agree(
-            [self.seconds, own["exposed"], own["hidden"], own["skipped"]], "max"
-        )
-        unit, trained = self.task.unit, self.trained
-        return {
-            "method": self.config.method,
-            "workers": self.world.size,
-            "step": self.step,
-            "stopped_by": stopped_by,
-            "unit": unit,
-            unit: trained,
-            "seconds": seconds,
-            f"{unit}_per_s": trained / seconds,
-            "bytes": total,
-            f"bytes_per_{unit.removesuffix('s')}": total / trained,
-            "exposed": exposed,
-            "hidden": hidden,
-            "skipped": int(skipped),
-            "loss": loss / self.readers,
-            **{name: self.found.get(name, math.nan) for name in self.task.measures},
-            **(self.noise.summary() if self.noise is not None else {}),
-        }
 
     def _meta(self) -> dict[str, Any]:
         return {

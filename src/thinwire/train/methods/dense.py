@@ -16,7 +16,8 @@ from thinwire.train.methods.method import Method
 from thinwire.train.methods.replica import Replica, SeparateReplica, WireReplica
 from thinwire.wire import codecs
 from thinwire.wire.ddp import DdpMeter
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 @dataclass

@@ -16,7 +16,7 @@ from thinwire.train.methods.replica import Replica, State
 from thinwire.train.methods.sharding import load_model_state, local_state
 from thinwire.wire import codecs, topology
 from thinwire.wire.codecs import Codec
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 @dataclass

@@ -14,22 +14,14 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.methods.base import WireOptimizer
 from thinwire.methods.local.des_loc import DesLoc
-from thinwire.methods.local.presets import (
-    CO2,
-    DiLoCo,
-    Eager,
-    LocalSGD,
-    Overlapped,
-    SlowMo,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
+from thinwire.methods.local.overlapped import CO2, Eager, Overlapped
+from thinwire.methods.local.presets import DiLoCo, LocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
 from thinwire.train.flags import by_flag
 from thinwire.train.methods.method import Method
 from thinwire.train.methods.replica import Replica, State
 from thinwire.train.methods.sharding import load_model_state, load_optimizer_state, local_state
 from thinwire.wire import codecs
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 @dataclass

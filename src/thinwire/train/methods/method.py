@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.train.methods.replica import Replica
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 Build = Callable[[nn.Module, torch.optim.Optimizer, Any, Group], Replica]
 

@@ -21,7 +21,7 @@ from thinwire.train.methods.replica import Replica, State, WireReplica
 from thinwire.train.methods.sharding import load_model_state
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec, Dense
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 @dataclass

@@ -28,7 +28,8 @@ from thinwire.train.methods.replica import Replica, SeparateReplica, State
 from thinwire.wire.account import Account
 from thinwire.wire.collectives import all_reduce_bytes
 from thinwire.wire.ddp import Hook, HookMeter
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 _ONE_BUCKET = 1 << 20  # MB: more than any model has
 

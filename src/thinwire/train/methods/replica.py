@@ -20,7 +20,7 @@ from thinwire.train.methods.sharding import load_model_state, load_optimizer_sta
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense
 from thinwire.wire.evaluation import EvaluationWire
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 State = dict[str, Any]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from thinwire.methods.shared.model_buffers import ModelBuffers
 from thinwire.wire.evaluation import EvaluationWire
-from thinwire.wire.wire import Group, Wire
+from thinwire.wire.ranks import Group
+from thinwire.wire.wire import Wire
 
 
 class RunningStatistics:

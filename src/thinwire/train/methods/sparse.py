@@ -14,7 +14,7 @@ from thinwire.train.methods.method import Method
 from thinwire.train.methods.replica import Replica
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Feedback
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 @dataclass

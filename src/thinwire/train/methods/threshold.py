@@ -11,7 +11,7 @@ from thinwire.train.flags import by_flag
 from thinwire.train.methods.method import Method
 from thinwire.train.methods.replica import Replica, WireReplica
 from thinwire.wire.codecs import Threshold
-from thinwire.wire.wire import Group
+from thinwire.wire.ranks import Group
 
 
 @dataclass
