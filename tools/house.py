@@ -155,11 +155,11 @@ def longest_chain(src: Path, trees: dict[Path, ast.Module]) -> int:
 
     def follow(name: str, above: tuple[str, ...] = ()) -> int:
         if name not in depth:
-            below = [m for m in imports[name] if m not in above and m != name]
+            below = [m for m in sorted(imports[name]) if m not in above and m != name]
             depth[name] = 1 + max((follow(m, (*above, name)) for m in below), default=0)
         return depth[name]
 
-    return max(map(follow, names))
+    return max(map(follow, sorted(names)))
 
 
 def module_name(src: Path, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""StopConsensus: all ranks stop after the same step; a replica beyond help is named on all ranks."""
+"""StopConsensus: all ranks stop after the same step; a replica beyond help is named on all."""
 
 import math
 

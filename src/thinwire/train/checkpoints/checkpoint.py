@@ -102,14 +102,10 @@ def save(
     `shared` and `private` are nested dicts, lists and tuples of tensors and JSON values; `meta` is
     JSON. See [Note: order of a save]. When it returns, the checkpoint is whole and `latest` names
     it, on every rank. `tell` is a barrier to which every rank brings a line (empty if all is well)
-    and from which it takes those of all; without it a rank that fails raises on its own. `new`
-    lets the directory be made; a run's own that is not there was removed under it.
+    and from which it takes those of all; without it a rank that fails raises on its own. `new` lets
+    the directory be made.
     """
-    if keep < 1:
-        raise UsageError(f"at least one checkpoint must be kept, got keep={keep}")
-    root = Path(directory) / "checkpoints"
-    final = root / f"step-{step:08d}"
-    draft = root / f"{final.name}.tmp"
+    root, final, draft = _places(Path(directory), step, keep)
 
     def begin() -> None:
         if leader:
@@ -136,6 +132,15 @@ def save(
         for phase in (begin, write, commit):
             _together(phase, draft, barrier, tell)
     return final
+
+
+def _places(directory: Path, step: int, keep: int) -> tuple[Path, Path, Path]:
+    """Of all checkpoints, of this one, and of this one while it is written."""
+    if keep < 1:
+        raise UsageError(f"at least one checkpoint must be kept, got keep={keep}")
+    root = directory / "checkpoints"
+    final = root / f"step-{step:08d}"
+    return root, final, root / f"{final.name}.tmp"
 
 
 @contextmanager
