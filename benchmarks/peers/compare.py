@@ -33,7 +33,8 @@ from deepspeed_peer import DEEPSPEED  # noqa: E402
 from hivemind_peer import HIVEMIND  # noqa: E402
 from torchft_peer import TORCHFT_DILOCO, TORCHFT_LOCAL_SGD  # noqa: E402
 
-from thinwire.compare import heat, launch  # noqa: E402
+from thinwire.compare import launch  # noqa: E402
+from thinwire.compare import trial as heat  # noqa: E402
 from thinwire.compare.results import gather  # noqa: E402
 from thinwire.errors import ThinwireError  # noqa: E402
 from thinwire.train.methods.registry import METHODS  # noqa: E402
@@ -65,7 +66,7 @@ def worker() -> None:
     """Ends at once when all is done: threads and processes of some peers would outlive it."""
     code = 1
     try:
-        runner = heat.HeatWorker(heat.Heat.read(Path(sys.argv[1])))
+        runner = heat.HeatWorker(heat.Trial.read(Path(sys.argv[1])))
         code = runner.run()
         runner.control.barrier()
         code = 128 + code if code else 0

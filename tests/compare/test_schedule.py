@@ -1,7 +1,7 @@
 """When cycles end and contestants are done."""
 
 from thinwire.compare.records import BUDGET, LIMIT
-from thinwire.compare.schedule import Schedule, Standing
+from thinwire.compare.schedule import RunProgress, Schedule
 
 
 def by_steps(budget: int = 1000, evals: int = 4, **settings: float) -> Schedule:
@@ -9,8 +9,10 @@ def by_steps(budget: int = 1000, evals: int = 4, **settings: float) -> Schedule:
     return Schedule(step=10, evals=evals, budget=budget, **values)  # type: ignore[arg-type]
 
 
-def standing(tokens: int, loss: float = 3.0, *, name: str = "co2", seconds: float = 1) -> Standing:
-    return Standing(name, tokens, seconds, loss)
+def standing(
+    tokens: int, loss: float = 3.0, *, name: str = "co2", seconds: float = 1
+) -> RunProgress:
+    return RunProgress(name, tokens, seconds, loss)
 
 
 def targets(schedule: Schedule, until: int) -> list[tuple[int, int]]:
@@ -56,7 +58,7 @@ def test_all_stop_at_the_budget_unless_they_are_behind() -> None:
 def test_a_slow_one_is_cut() -> None:
     assert by_steps().ends(standing(500, seconds=60.0), None, 0) == LIMIT
     assert by_steps(timed=10.0).ends(standing(500, seconds=20.0), None, 0) is None
-    known = Standing("co2", 500, 20.0, 3.0, known=True)
+    known = RunProgress("co2", 500, 20.0, 3.0, known=True)
     assert by_steps(timed=10.0).ends(known, None, 0) == LIMIT
     assert by_steps(timed=30.0).ends(known, None, 0) is None
 

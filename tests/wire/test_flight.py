@@ -1,4 +1,4 @@
-"""Flight, Account and Lane: the arithmetic of waiting, under a clock that the test moves."""
+"""Flight, Account and CommThread: the arithmetic of waiting, under a clock that the test moves."""
 
 import threading
 import time
@@ -10,8 +10,8 @@ import torch
 import thinwire as tw
 from thinwire.wire.account import Account, format_bytes
 from thinwire.wire.codecs import Dense, Int8
+from thinwire.wire.comm_thread import CommThread
 from thinwire.wire.flight import Flight, all_finite
-from thinwire.wire.lane import Lane
 
 
 class Clock:
@@ -189,7 +189,7 @@ def test_an_account_is_counted_by_many_threads() -> None:
 
 
 def test_a_lane_keeps_the_order_and_hands_errors_to_who_waits() -> None:
-    lane = Lane("test")
+    lane = CommThread("test")
     done: list[int] = []
     first = lane.submit(lambda: done.append(0))
     broken = lane.submit(lambda: 1 / 0)

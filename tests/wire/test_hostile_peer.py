@@ -12,8 +12,8 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.conftest import Ranks
 from thinwire.errors import UsageError
-from thinwire.pipeline.channel import Form
-from thinwire.pipeline.rehearsal import Rehearsal
+from thinwire.pipeline.channel import TensorSpec
+from thinwire.pipeline.shape_inference import ShapeInference
 from thinwire.wire import transfers
 from thinwire.wire.agreement import require_same
 from thinwire.wire.heartbeat import Heartbeat
@@ -184,17 +184,19 @@ def test_what_a_peer_says_moves_no_cursor() -> None:
     ],
 )
 def test_a_form_that_no_stage_can_have_meant(numbers: list[float]) -> None:
-    header = torch.zeros_like(Form.blank())
+    header = torch.zeros_like(TensorSpec.blank())
     header[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"a form of the numbers|a tensor of"):
-        Form.read(header)
+        TensorSpec.read(header)
 
 
 def test_forms_that_stages_send() -> None:
-    for form in (Form((4, 128, 64), torch.bfloat16), Form((2 << 28,), torch.float32)):
-        assert Form.read(form.header()) == form
-    assert Form.read(Form.blank()) is None
-    assert "make the micro-batches smaller" in str(Form(((2 << 28) + 1,), torch.float32).refusal())
+    for form in (TensorSpec((4, 128, 64), torch.bfloat16), TensorSpec((2 << 28,), torch.float32)):
+        assert TensorSpec.read(form.header()) == form
+    assert TensorSpec.read(TensorSpec.blank()) is None
+    assert "make the micro-batches smaller" in str(
+        TensorSpec(((2 << 28) + 1,), torch.float32).refusal()
+    )
 
 
 def large_form() -> str:
@@ -202,9 +204,9 @@ def large_form() -> str:
     world = tw.init(timeout=20)
     wire = tw.Wire(name="forms")
     if world.rank == 0:
-        wire.send(Form((1 << 40,), torch.float32).header(), 1).wait()
+        wire.send(TensorSpec((1 << 40,), torch.float32).header(), 1).wait()
         return b"".join(wire.gather_bytes(b"")).decode()
-    rehearsal = Rehearsal.__new__(Rehearsal)
+    rehearsal = ShapeInference.__new__(ShapeInference)
     rehearsal._wire, rehearsal._stage, rehearsal._first, rehearsal._last = wire, 1, False, True
     rehearsal._known = {}
     with pytest.raises(ValueError, match="stage 0 announced a tensor of") as refused:

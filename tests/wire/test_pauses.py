@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.wire import carrier, evaluation
+from thinwire.wire import comm_engine as carrier
+from thinwire.wire import evaluation
 from thinwire.wire.account import Account, Landing
 from thinwire.wire.evaluation import EvaluationWire
 from thinwire.wire.flight import Flight

@@ -19,8 +19,8 @@ from rich.console import Console
 from thinwire import foreign_files as files
 from thinwire.compare import records
 from thinwire.compare.config import YARDSTICK, CompareConfig, parse
-from thinwire.compare.heat import STORAGE, Heat
 from thinwire.compare.results import gather, read_settings
+from thinwire.compare.trial import STORAGE, Trial
 from thinwire.errors import StorageError, ThinwireError, UsageError
 from thinwire.lab.job import Outcome, Patience
 from thinwire.lab.network import Lab, entry
@@ -96,7 +96,7 @@ class Launcher:
         task: Task,
         worker: Sequence[str] = (),
     ) -> None:
-        self._worker = list(worker) or entry("thinwire.compare.heat")
+        self._worker = list(worker) or entry("thinwire.compare.trial")
         self._config, self._run, self._console, self._task = config, run, console, task
         self._step = config.samples_per_step() * task.units_per_sample
         if not (run / records.SETTINGS).exists():
@@ -146,7 +146,7 @@ class Launcher:
         link = config.link(rate)
         overrides = config.network.overrides(config.race.hosts)
         door = Path(tempfile.mkdtemp(prefix="thinwire-", dir=_memory_folder()))
-        heat = Heat(
+        heat = Trial(
             folder=str(folder),
             rate=rate,
             seed=seed,
@@ -166,7 +166,7 @@ class Launcher:
         finally:
             shutil.rmtree(door, ignore_errors=True)
 
-    def _watch(self, lab: Lab, heat: Heat, title: str) -> Outcome:
+    def _watch(self, lab: Lab, heat: Trial, title: str) -> Outcome:
         folder = Path(heat.folder)
         tails = {name: MetricsTail(metrics_file(folder / name, 0)) for name in heat.methods}
         log = folder / "workers.log"

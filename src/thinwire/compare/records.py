@@ -49,7 +49,7 @@ def heat_folder(run: Path, rate: str, seed: int) -> Path:
     return run / rate / f"seed-{seed}"
 
 
-class Scribe:
+class RecordWriter:
     """Writes one contestant's records; on all ranks but the first it writes nothing."""
 
     def __init__(self, folder: Path, leader: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from thinwire import foreign_files as files
 from thinwire.compare import records
 from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
-from thinwire.compare.course import Course
+from thinwire.compare.history import History
 from thinwire.errors import UsageError
 from thinwire.report.comparison import (
     CUT,
@@ -66,7 +66,7 @@ class _Gathering:
         self._rates = [rate for rate in config.rates if (run / rate).exists()]
         self._methods = self._all_methods()
         self._courses = {
-            (rate, seed, name): Course.read(records.heat_folder(run, rate, seed) / name, run)
+            (rate, seed, name): History.read(records.heat_folder(run, rate, seed) / name, run)
             for rate in self._rates
             for seed in config.seeds
             for name in self._methods
@@ -116,7 +116,7 @@ class _Gathering:
             return race.steps * int(self._stored["step"])
         return int(self._stored.get("budget", 0))
 
-    def _fastest(self, name: str) -> list[Course]:
+    def _fastest(self, name: str) -> list[History]:
         """A method's runs at the fastest rate, one for each seed that has begun."""
         if not self._rates:
             return []
@@ -150,14 +150,14 @@ class _Gathering:
         cell.timeline = course.timeline
         return cell
 
-    def _speed(self, cell: Cell, course: Course) -> None:
+    def _speed(self, cell: Cell, course: History) -> None:
         yardstick = self._courses[cell.rate, self._config.seeds[0], YARDSTICK]
         cell.tokens_per_s = course.tokens / course.turns[-1]["seconds"]
         if yardstick.turns:
             cell.efficiency = _ratio(yardstick.walls(), course.walls())
             cell.compute_limit = yardstick.tokens / yardstick.turns[-1]["seconds"]
 
-    def _totals(self, cell: Cell, course: Course) -> None:
+    def _totals(self, cell: Cell, course: History) -> None:
         """What the whole budget takes and sends."""
         whole = next(iter(self._fastest(cell.method)), course)
         sending = whole if whole.tokens >= self._budget else course
@@ -173,11 +173,11 @@ class _Gathering:
         cell.exposed = course.total("exposed", self._budget)
         cell.hidden = course.total("hidden", self._budget)
 
-    def _cut_words(self, course: Course) -> str:
+    def _cut_words(self, course: History) -> str:
         share = course.tokens / self._budget
         return f"cut after {share:.0%} of the budget, and what it sends changes later"
 
-    def _losses(self, cell: Cell, course: Course) -> None:
+    def _losses(self, cell: Cell, course: History) -> None:
         cell.val_loss = self._loss(cell.method)
         runs = self._fastest(cell.method)
         # A run that depends on the link (every=auto) has been evaluated at this rate.

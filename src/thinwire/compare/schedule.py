@@ -16,7 +16,7 @@ FOR_BUDGET = 0.8  # share of the time after which the budget is closed
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """What decides about a contestant at the end of a cycle, the same on all ranks."""
 
     name: str
@@ -74,7 +74,7 @@ class Schedule:
         if not self.budget and spent >= FOR_BUDGET * self._seconds:
             self.budget = tokens
 
-    def ends(self, standing: Standing, target_loss: float | None, spent: float) -> str | None:
+    def ends(self, standing: RunProgress, target_loss: float | None, spent: float) -> str | None:
         """Why the contestant takes no more turns; None if it does."""
         if standing.seconds >= (self._timed if standing.known else self._limit):
             return records.LIMIT
@@ -83,7 +83,7 @@ class Schedule:
             return records.LIMIT if over else None
         return None if self._goes_on(standing, target_loss, spent) else records.BUDGET
 
-    def _goes_on(self, standing: Standing, target_loss: float | None, spent: float) -> bool:
+    def _goes_on(self, standing: RunProgress, target_loss: float | None, spent: float) -> bool:
         """Whether it is behind the baseline and may still come to its loss."""
         if target_loss is None or standing.name in (YARDSTICK, BASELINE):
             return False

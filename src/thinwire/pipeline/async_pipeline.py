@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.checks import require_callable, require_count, require_kind, require_seconds
-from thinwire.pipeline.channel import Channel, Form, Inlet, Outlet
-from thinwire.pipeline.rehearsal import Rehearsal
+from thinwire.pipeline.channel import Channel, ReceiveQueue, SendQueue, TensorSpec
 from thinwire.pipeline.schedule import Backward, Forward, Name
 from thinwire.pipeline.settings import Settings, require_stage
+from thinwire.pipeline.shape_inference import ShapeInference
 from thinwire.pipeline.stage import Loss
 from thinwire.wire.account import Account
 from thinwire.wire.agreement import require_same
@@ -130,7 +130,7 @@ class AsyncPipeline:
         self.schedule = self.runner.schedule
         self.updates = 0
         """Updates made so far, the same on all stages between two calls."""
-        self._rehearsal = Rehearsal(self._meeting, self.runner)
+        self._rehearsal = ShapeInference(self._meeting, self.runner)
         self._first = self._wanted = 0  # of the train() that runs: updates before it, and asked for
         self._undrained = False
         require_same(self._meeting, own.common())
@@ -174,15 +174,15 @@ class AsyncPipeline:
         lines = self._lines(head)
         self._undrained = True
         self.runner.restart()
-        form = Form.of(head[0])
+        form = TensorSpec.of(head[0])
         for action in self.schedule.actions(lambda: self._wanted):
             total = self._wanted * self.schedule.accumulate
             if isinstance(action, Forward):
                 x, y = _next(batches, action.micro, total)
-                if Form.of(x) != form:
+                if TensorSpec.of(x) != form:
                     raise ValueError(
-                        f"micro-batch {action.micro} is {Form.of(x)}, the first was {form}; all "
-                        "micro-batches of one train() must have the same shape"
+                        f"micro-batch {action.micro} is {TensorSpec.of(x)}, the first was {form}; "
+                        "all micro-batches of one train() must have the same shape"
                     )
                 self._forward(action, x, y, lines, total)
             elif isinstance(action, Backward):
@@ -200,7 +200,9 @@ class AsyncPipeline:
         self._wanted = min(self._wanted, self.schedule.least_end(made))
         return self._first + self._wanted
 
-    def _forward(self, action: Forward, x: Tensor, y: Tensor, lines: "Lines", total: int) -> None:
+    def _forward(
+        self, action: Forward, x: Tensor, y: Tensor, lines: "StageLinks", total: int
+    ) -> None:
         if lines.activations_in is not None:
             ahead = action.micro + 2 + self.schedule.lead  # this one and those it is early for
             while lines.activations_in.posted < min(total, ahead):
@@ -212,15 +214,15 @@ class AsyncPipeline:
             y = y.to(self.runner.device)
         out = self.runner.forward(action.micro, action.version, x, y)
         if lines.activations_out is not None and lines.gradients_in is not None:
-            if Form.of(out) != lines.form:
+            if TensorSpec.of(out) != lines.form:
                 raise ValueError(
-                    f"stage {self.stage} made {Form.of(out)} of micro-batch {action.micro} and "
-                    f"{lines.form} of the first; a stage's output must keep its shape"
+                    f"stage {self.stage} made {TensorSpec.of(out)} of micro-batch {action.micro} "
+                    f"and {lines.form} of the first; a stage's output must keep its shape"
                 )
             lines.activations_out.send(out)
             lines.gradients_in.post()
 
-    def _backward(self, action: Backward, lines: "Lines") -> None:
+    def _backward(self, action: Backward, lines: "StageLinks") -> None:
         gradient = lines.gradients_in.take() if lines.gradients_in is not None else None
         passed_on = self.runner.backward(action.micro, gradient)
         if lines.gradients_out is not None:
@@ -299,22 +301,22 @@ class AsyncPipeline:
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    def _lines(self, head: Batch) -> "Lines":
+    def _lines(self, head: Batch) -> "StageLinks":
         """Channels to both neighbours for a run of train()."""
         into, out_of = self._rehearsal.forms(*head)
         device, limit = self.runner.device, self.schedule.warmup + 2
         before, after = self.stage - 1, self.stage + 1
-        lines = Lines(out_of)
+        lines = StageLinks(out_of)
         if into is not None:
             end = self._ends[0]
             come = Channel(self._activations, before, into, device, codec=end.activations)
             back = Channel(self._gradients, before, into, device, codec=end.gradients)
-            lines.activations_in, lines.gradients_out = Inlet(come), Outlet(back, limit)
+            lines.activations_in, lines.gradients_out = ReceiveQueue(come), SendQueue(back, limit)
         if out_of is not None:
             end = self._ends[1]
             go = Channel(self._activations, after, out_of, device, codec=end.activations)
             back = Channel(self._gradients, after, out_of, device, codec=end.gradients)
-            lines.activations_out, lines.gradients_in = Outlet(go, limit), Inlet(back)
+            lines.activations_out, lines.gradients_in = SendQueue(go, limit), ReceiveQueue(back)
         return lines
 
     def _require_drained(self) -> None:
@@ -331,15 +333,15 @@ class AsyncPipeline:
 
 
 @dataclass
-class Lines:
+class StageLinks:
     """The channels of one stage; None where there is no neighbour."""
 
-    form: Form | None
+    form: TensorSpec | None
     """Of the stage's output."""
-    activations_in: Inlet | None = None
-    activations_out: Outlet | None = None
-    gradients_in: Inlet | None = None
-    gradients_out: Outlet | None = None
+    activations_in: ReceiveQueue | None = None
+    activations_out: SendQueue | None = None
+    gradients_in: ReceiveQueue | None = None
+    gradients_out: SendQueue | None = None
 
     def drain(self) -> None:
         for outlet in (self.activations_out, self.gradients_out):

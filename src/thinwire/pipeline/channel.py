@@ -27,15 +27,15 @@ _MOST_BYTES = 2 << 30  # of a tensor that a neighbour announces, and room is mad
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorSpec:
     """Shape and dtype of a tensor between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> "Form":
-        return Form(tuple(tensor.shape), tensor.dtype)
+    def of(tensor: Tensor) -> "TensorSpec":
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     def refusal(self) -> str | None:
         """Why a stage cannot send such a tensor; None if it can."""
@@ -63,7 +63,7 @@ class Form:
         return torch.full((2 + _DIMENSIONS,), -1.0, dtype=torch.float64)
 
     @staticmethod
-    def read(header: Tensor) -> "Form | None":
+    def read(header: Tensor) -> "TensorSpec | None":
         """ValueError for what no stage can have meant."""
         numbers = header.tolist()
         if not all(math.isfinite(value) and value.is_integer() for value in numbers):
@@ -73,7 +73,7 @@ class Form:
             return None
         if not (0 <= kind < len(_DTYPES) and 0 <= count <= _DIMENSIONS and min(shape) >= 0):
             raise ValueError(f"a form of the numbers {numbers}")
-        form = Form(tuple(shape[:count]), _DTYPES[kind])
+        form = TensorSpec(tuple(shape[:count]), _DTYPES[kind])
         if refusal := form.refusal():
             raise ValueError(f"a tensor {refusal}")
         return form
@@ -86,7 +86,13 @@ class Channel:
     """Sends to and receives from one neighbour, over one wire, in one form and codec."""
 
     def __init__(
-        self, wire: Wire, peer: int, form: Form, device: torch.device, *, codec: Codec | None = None
+        self,
+        wire: Wire,
+        peer: int,
+        form: TensorSpec,
+        device: torch.device,
+        *,
+        codec: Codec | None = None,
     ) -> None:
         self._wire, self._peer, self._form, self._device = wire, peer, form, device
         self._codec = codec or Dense(form.dtype)
@@ -106,7 +112,7 @@ class Channel:
         return flight.wait().to(self._form.dtype).view(self._form.shape)
 
 
-class Outlet:
+class SendQueue:
     """Sends on a channel, at most `limit` in the air."""
 
     def __init__(self, channel: Channel, limit: int) -> None:
@@ -123,7 +129,7 @@ class Outlet:
             self._flights.popleft().wait()
 
 
-class Inlet:
+class ReceiveQueue:
     """Receives on a channel, in the order in which they were posted."""
 
     def __init__(self, channel: Channel) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.checks import require_bool, require_count, require_part
 from thinwire.errors import BadPayload
-from thinwire.pipeline.crossing import Sieve
+from thinwire.pipeline.sparse_activations import ThresholdSelector
 from thinwire.wire.account import Account
 from thinwire.wire.checks import require_group
 from thinwire.wire.codecs.sparse import SparseRow, require_bits, sparse_row
@@ -59,7 +59,9 @@ class Cut(nn.Module):
         require_group("Cut", "group", group)
         self.wire = Wire(group, name="cut")
         # of activations and of gradients, towards each rank
-        self._sieves = [[Sieve(self.refresh) for _ in range(self.wire.size)] for _ in range(2)]
+        self._sieves = [
+            [ThresholdSelector(self.refresh) for _ in range(self.wire.size)] for _ in range(2)
+        ]
 
     @property
     def account(self) -> Account:
@@ -90,9 +92,9 @@ class Cut(nn.Module):
     def _bits(self) -> int:
         return self.value_bits if self.training else 32
 
-    def sieve(self, side: int, peer: int) -> Sieve:
+    def sieve(self, side: int, peer: int) -> ThresholdSelector:
         """Of what goes to `peer`, forward (0) or backward (1); in eval mode all passes."""
-        return self._sieves[side][peer] if self.training else Sieve(1)
+        return self._sieves[side][peer] if self.training else ThresholdSelector(1)
 
     def get_extra_state(self) -> list[list[tuple[int, float | None]]]:
         return [[(sieve.steps, sieve.threshold) for sieve in side] for side in self._sieves]
@@ -100,7 +102,9 @@ class Cut(nn.Module):
     def set_extra_state(self, state: list[list[tuple[int, float | None]]]) -> None:
         if [len(side) for side in state] != [self.wire.size] * 2:
             return  # of another number of ranks: thresholds are found anew
-        self._sieves = [[Sieve(self.refresh, *saved) for saved in side] for side in state]
+        self._sieves = [
+            [ThresholdSelector(self.refresh, *saved) for saved in side] for side in state
+        ]
 
     def extra_repr(self) -> str:
         return f"density={self.density}, value_bits={self.value_bits}"

@@ -16,8 +16,8 @@ from thinwire.checks import (
     require_kind,
     require_model,
 )
-from thinwire.pipeline.crossing import End, end_of
 from thinwire.pipeline.schedule import NAMES, Name, Schedule
+from thinwire.pipeline.sparse_activations import End, end_of
 from thinwire.pipeline.stage import ClippedStep, Loss, StageRunner, Step
 from thinwire.wire.account import Account
 from thinwire.wire.checks import require_codec

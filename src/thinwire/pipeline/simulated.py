@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from thinwire.checks import require_items
 from thinwire.pipeline.async_pipeline import Batch, Record
-from thinwire.pipeline.crossing import End
 from thinwire.pipeline.schedule import Action, Backward, Forward, Name, Update
 from thinwire.pipeline.settings import Settings, require_stage
+from thinwire.pipeline.sparse_activations import End
 from thinwire.pipeline.stage import Loss, StageRunner
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Threshold

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from thinwire.pipeline.schedule import Schedule
-from thinwire.pipeline.stash import Stash, Version
+from thinwire.pipeline.weight_versions import Version, WeightVersions
 from thinwire.wire.account import Account
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -115,9 +115,9 @@ class StageRunner:
         self.how: How = _how(schedule, stash, recompute)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.autocast = autocast
-        self.stash: Stash | None = None
+        self.stash: WeightVersions | None = None
         if self.how in ("stash", "recompute"):
-            self.stash = Stash(module, look_ahead * schedule.lag)
+            self.stash = WeightVersions(module, look_ahead * schedule.lag)
         self.held: dict[int, Held] = {}
         self._losses: list[Tensor] = []
 

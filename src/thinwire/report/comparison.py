@@ -76,7 +76,7 @@ class Cell:
     """Tokens per second if the link of the busiest worker did nothing but send its bytes."""
     curve: list[Point] = field(default_factory=list)
     timeline: dict[str, Any] | None = None
-    """Of some steps on one worker: see compare/contestant.py."""
+    """Of some steps on one worker: see compare/method_run.py."""
 
 
 @dataclass

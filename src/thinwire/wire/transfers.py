@@ -2,7 +2,7 @@
 
 Each function starts a transfer of `buffer`, which is where the group can carry it, and returns its
 first phase, which knows what is left to do once it has arrived. The result ends up in `buffer`.
-They run in a carrier's issuing lane, `turn` in its turning lane and `land` in a landing lane.
+They run in the comm engine's issuing thread, `turn` in its turning and `land` in a landing thread.
 """
 
 from collections.abc import Callable

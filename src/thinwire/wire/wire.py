@@ -1,7 +1,7 @@
 """Wire: one process group, one ordered stream of transfers, and an account of them.
 
 This is the public face: what can be sent, checked before anything is. `transfers.py` says what is
-done with a payload, `carrier.py` how it gets there and what happens if it does not.
+done with a payload, `comm_engine.py` how it gets there and what happens if it does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from thinwire.checks import require_kind, require_seconds, require_text
 from thinwire.errors import PeerLost, UsageError
 from thinwire.wire import transfers, world
 from thinwire.wire.account import Account
-from thinwire.wire.carrier import Carrier
 from thinwire.wire.checks import require_group
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.codecs.base import require_flat
 from thinwire.wire.collectives import Part, all_reduce_bytes
+from thinwire.wire.comm_engine import CommEngine
 from thinwire.wire.compressed_mean import Owner, mean_bytes
 from thinwire.wire.flight import Flight
 from thinwire.wire.ranks import Group, ranks_of
@@ -71,10 +71,10 @@ class Wire:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(self.world.rank)
         self._closed = False
-        self._carrier: Carrier | None = None
+        self._carrier: CommEngine | None = None
         if self.size > 1:
             patience = timeout or self.world.timeout
-            self._carrier = Carrier(self.ranks, name, self.account, self.world, patience)
+            self._carrier = CommEngine(self.ranks, name, self.account, self.world, patience)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -315,7 +315,7 @@ class Wire:
         texts = (part.numpy().tobytes() for part in parts)
         return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
-    def _lengths(self, carrier: Carrier, own: int) -> list[int]:
+    def _lengths(self, carrier: CommEngine, own: int) -> list[int]:
         """What every rank is about to send; refused before memory is taken for it."""
         rows, row = torch.zeros(self.size, 1, dtype=torch.int64), torch.tensor([own])
         carrier.launch(

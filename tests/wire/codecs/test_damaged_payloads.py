@@ -11,7 +11,7 @@ from torch import Tensor
 import thinwire as tw
 from tests.conftest import Ranks
 from thinwire.errors import BadPayload
-from thinwire.pipeline.crossing import Activations, Sieve
+from thinwire.pipeline.sparse_activations import Activations, ThresholdSelector
 from thinwire.wire.codecs import Codec
 from thinwire.wire.codecs.sparse import Places
 
@@ -27,7 +27,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "top-k in shorts": lambda: C.TopK(chunk=65536, k=64),
     "top-k as a bitmap": lambda: C.TopK(chunk=256, k=100, value_bits=8),
     "top-k of all": lambda: C.TopK(chunk=256, k=256, value_bits=16),
-    "activations": lambda: Activations(0.05, 4, Sieve(10), None),
+    "activations": lambda: Activations(0.05, 4, ThresholdSelector(10), None),
 }
 
 

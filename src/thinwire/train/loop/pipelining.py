@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.errors import UsageError
 from thinwire.pipeline import Stage, measure, parts_of, split
-from thinwire.pipeline.crossing import end_of
+from thinwire.pipeline.sparse_activations import end_of
 from thinwire.train.tasks.models import Stack
 from thinwire.wire import codecs
 from thinwire.wire.codecs import Codec, Threshold

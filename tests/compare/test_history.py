@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from thinwire.compare import records
-from thinwire.compare.course import Course
+from thinwire.compare.history import History
 
 
-def write(folder: Path, turns: list[tuple[int, float, float]], losses: list[float]) -> Course:
+def write(folder: Path, turns: list[tuple[int, float, float]], losses: list[float]) -> History:
     """Turns of (tokens, seconds so far, bytes so far), each followed by its evaluation."""
     before = 0.0
     for cycle, (tokens, seconds, sent) in enumerate(turns):
@@ -26,7 +26,7 @@ def write(folder: Path, turns: list[tuple[int, float, float]], losses: list[floa
         before = seconds
         if cycle < len(losses):
             records.append(folder, "eval", step=0, tokens=tokens, val_loss=losses[cycle])
-    return Course.read(folder)
+    return History.read(folder)
 
 
 def test_totals_between_turns_and_beyond_them(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_turns_of_one_cycle_belong_together(tmp_path: Path) -> None:
     course = write(tmp_path, [(100, 10.0, 0)], [])
     for tokens, wall in ((130, 2.0), (200, 5.0)):
         records.append(tmp_path, "turn", cycle=1, tokens=tokens, wall=wall, seconds=0, bytes=0)
-    course = Course.read(tmp_path)
+    course = History.read(tmp_path)
     assert course.walls() == {0: (10.0, 100.0), 1: (7.0, 100.0)}
 
 
@@ -81,6 +81,6 @@ def test_half_a_line_is_no_record(tmp_path: Path) -> None:
     write(tmp_path, [(100, 1.0, 0)], [5.0])
     with (tmp_path / records.TURNS).open("a") as file:
         file.write('{"kind": "end", "why"')
-    course = Course.read(tmp_path)
+    course = History.read(tmp_path)
     assert course.why is None
     assert course.evaluated == 100

@@ -13,8 +13,8 @@ from tests.conftest import Ranks
 from tests.programs import corpus  # noqa: F401
 from thinwire.compare import records
 from thinwire.compare.config import CompareConfig, parse
-from thinwire.compare.contestant import Contestant
-from thinwire.compare.heat import Heat, HeatWorker
+from thinwire.compare.method_run import MethodRun
+from thinwire.compare.trial import HeatWorker, Trial
 from thinwire.errors import NonFinite
 from thinwire.train.flags import flat_values, with_values
 from thinwire.train.loop.metrics import MetricsWriter
@@ -34,7 +34,7 @@ def settings(corpus: str) -> dict[str, Any]:
     return flat_values(parse(flags))
 
 
-def heat(folder: Path, values: dict[str, Any], **changes: Any) -> Heat:
+def heat(folder: Path, values: dict[str, Any], **changes: Any) -> Trial:
     config = with_values(CompareConfig(), values)
     door = folder / "door"
     door.mkdir(parents=True, exist_ok=True)
@@ -50,17 +50,17 @@ def heat(folder: Path, values: dict[str, Any], **changes: Any) -> Heat:
         "spent": 0.0,
         "door": str(door),
     }
-    return Heat(**told | changes)
+    return Trial(**told | changes)
 
 
-def race(told: Heat, kind: type[HeatWorker] = HeatWorker) -> int:
+def race(told: Trial, kind: type[HeatWorker] = HeatWorker) -> int:
     worker = kind(told)
     code = worker.run()
     worker.control.barrier()
     return code
 
 
-def alone(told: Heat, name: str, folder: str) -> float:
+def alone(told: Trial, name: str, folder: str) -> float:
     """The same run as `thinwire train` makes it."""
     config = told.config().of_method(name, told.seed)
     config.loop.run_dir = folder
@@ -74,7 +74,7 @@ def alone(told: Heat, name: str, folder: str) -> float:
     return trainer.found["val_loss"]
 
 
-def all_alone(told: Heat, folder: str) -> None:
+def all_alone(told: Trial, folder: str) -> None:
     for name in told.methods:
         alone(told, name, f"{folder}/{name}")
 
@@ -137,14 +137,14 @@ class _Uneven(HeatWorker):
     """One rank is late by most of a second in every turn."""
 
     def run(self) -> int:
-        original = Contestant._step
+        original = MethodRun._step
 
-        def step(contestant: Contestant, losses: list[float]) -> int:
+        def step(contestant: MethodRun, losses: list[float]) -> int:
             if contestant.trainer.step % 2 == 0 and self.control.rank == 1:
                 time.sleep(0.8)
             return original(contestant, losses)
 
-        Contestant._step = step  # type: ignore[method-assign]
+        MethodRun._step = step  # type: ignore[method-assign]
         return super().run()
 
 
@@ -165,15 +165,15 @@ class _Interrupted(HeatWorker):
     """Asked to stop in the middle of the second turn of one of them, on one rank."""
 
     def run(self) -> int:
-        original = Contestant._step
+        original = MethodRun._step
 
-        def step(contestant: Contestant, losses: list[float]) -> int:
+        def step(contestant: MethodRun, losses: list[float]) -> int:
             at = contestant.trainer.step
             if contestant.name == "overlapped" and at == 4 and self.control.rank == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             return original(contestant, losses)
 
-        Contestant._step = step  # type: ignore[method-assign]
+        MethodRun._step = step  # type: ignore[method-assign]
         return super().run()
 
 
@@ -217,7 +217,7 @@ def test_by_time_all_read_the_same(ranks: Ranks, tmp_path: Path, corpus: str) ->
         assert found[-1]["why"] == records.BUDGET
 
 
-def troubled(told: Heat) -> int:
+def troubled(told: Trial) -> int:
     """One method refuses its settings, one breaks down at its third step on both ranks."""
     worker = HeatWorker(told)
     bad = next(c for c in worker._all if c.name == "ddp")

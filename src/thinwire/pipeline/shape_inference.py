@@ -1,4 +1,4 @@
-"""Rehearsal: the stages find out what goes between them, before anything is learnt.
+"""ShapeInference: the stages find out what goes between them, before anything is learnt.
 
 A stage hears from the one before it what it will get, tries its module on zeros of that form, and
 tells the next stage what it will give; the last stage tries the loss. What goes wrong anywhere is
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.pipeline.channel import Form
+from thinwire.pipeline.channel import TensorSpec
 from thinwire.pipeline.stage import StageRunner
 from thinwire.text import printable
 from thinwire.wire.wire import Wire
 
-Forms = tuple[Form | None, Form | None]
+Forms = tuple[TensorSpec | None, TensorSpec | None]
 
 
-class Rehearsal:
+class ShapeInference:
     """Of one stage; all stages of the wire ask for the same forms in the same order."""
 
     def __init__(self, wire: Wire, runner: StageRunner) -> None:
         self._wire, self._runner = wire, runner
         self._stage, self._first, self._last = wire.rank, wire.rank == 0, runner.loss is not None
-        self._known: dict[tuple[Form, bool], Forms] = {}
+        self._known: dict[tuple[TensorSpec, bool], Forms] = {}
 
     def forms(self, x: Tensor, y: Tensor | None) -> Forms:
         """What goes into and out of this stage for such an x, None at the pipeline's ends; found
         once for every form of x. Without a `y` the loss is not tried."""
-        key = Form.of(x), y is not None
+        key = TensorSpec.of(x), y is not None
         if key not in self._known:
             problem, out_of = "", None
             try:
@@ -40,7 +40,7 @@ class Rehearsal:
             if self._first or into is not None:
                 problem, out_of = self._try(x, y, into)
             if not self._last:
-                header = Form.blank() if out_of is None else out_of.header()
+                header = TensorSpec.blank() if out_of is None else out_of.header()
                 self._wire.send(header, self._stage + 1).wait()
             for text in self._wire.gather_bytes(problem.encode()):
                 if text:
@@ -48,10 +48,12 @@ class Rehearsal:
             self._known[key] = into, out_of
         return self._known[key]
 
-    def _hear(self) -> Form | None:
-        return Form.read(self._wire.recv(Form.blank(), self._stage - 1).wait())
+    def _hear(self) -> TensorSpec | None:
+        return TensorSpec.read(self._wire.recv(TensorSpec.blank(), self._stage - 1).wait())
 
-    def _try(self, x: Tensor, y: Tensor | None, into: Form | None) -> tuple[str, Form | None]:
+    def _try(
+        self, x: Tensor, y: Tensor | None, into: TensorSpec | None
+    ) -> tuple[str, TensorSpec | None]:
         """What is wrong with this stage, if anything, and the form of what it gives."""
         device = self._runner.device
         if into is not None:
@@ -59,13 +61,13 @@ class Rehearsal:
         try:
             out = self._runner.rehearse(x.to(device))
         except Exception as error:
-            return f"stage {self._stage} fails on an input of {Form.of(x)}: {error}", None
+            return f"stage {self._stage} fails on an input of {TensorSpec.of(x)}: {error}", None
         problem = self._refusal(out)
         if problem:
             return problem, None
         if self._last:
             return "" if y is None else self._try_loss(out, y.to(device)), None
-        return "", Form.of(out)
+        return "", TensorSpec.of(out)
 
     def _refusal(self, out: Any) -> str:
         if not isinstance(out, Tensor):
@@ -74,7 +76,7 @@ class Rehearsal:
                 f"stage {self._stage} must give one tensor, but its module {module} gave "
                 f"{type(out).__name__}"
             )
-        refusal = None if self._last else Form.of(out).refusal()
+        refusal = None if self._last else TensorSpec.of(out).refusal()
         return "" if refusal is None else f"stage {self._stage} gives a tensor {refusal}"
 
     def _try_loss(self, out: Tensor, y: Tensor) -> str:
@@ -83,8 +85,8 @@ class Rehearsal:
             with torch.no_grad():
                 loss: Any = self._runner.loss(out, y)
         except Exception as error:
-            return f"loss(output {Form.of(out)}, y {Form.of(y)}) fails: {error}"
+            return f"loss(output {TensorSpec.of(out)}, y {TensorSpec.of(y)}) fails: {error}"
         if isinstance(loss, Tensor) and loss.dim() == 0:
             return ""
-        found = Form.of(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        found = TensorSpec.of(loss) if isinstance(loss, Tensor) else type(loss).__name__
         return f"loss(output, y) must give a tensor of no dimension, the mean; got {found}"

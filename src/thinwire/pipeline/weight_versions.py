@@ -1,4 +1,4 @@
-"""Stash: versions of a stage's weights, one for every update that a forward in flight has seen.
+"""WeightVersions: a stage's weights, one version for every update that a forward in flight saw.
 
 A forward runs on a *copy* of the newest weights, through torch.func.functional_call, and its graph
 stays until its backward. That backward gives the gradient at the very weights the forward used; it
@@ -47,7 +47,7 @@ class Version:
         torch._foreach_lerp_(weights, list(newest.values()), 1 + horizon)
 
 
-class Stash:
+class WeightVersions:
     """The versions of one module's weights, each looking `horizon` updates ahead."""
 
     def __init__(self, module: nn.Module, horizon: float = 0.0) -> None:

@@ -23,7 +23,7 @@ from thinwire.wire.codecs.sparse import SparseRow, sparse_row
 Choice = tuple[Tensor, Tensor | None]
 
 
-class Sieve:
+class ThresholdSelector:
     """A threshold and its refreshes, for one stream of tensors."""
 
     def __init__(self, refresh: int, steps: int = 0, threshold: float | None = None) -> None:
@@ -46,7 +46,7 @@ class Activations(Codec):
 
     density: float
     value_bits: int
-    sieve: Sieve
+    sieve: ThresholdSelector
     noted: "deque[Tensor] | None"
     """Places of the tensors under way, the oldest first; None where gradients go their own way."""
 
@@ -81,7 +81,7 @@ class Gradients(Codec):
     there: Activations
     density: float
     value_bits: int
-    sieve: Sieve
+    sieve: ThresholdSelector
 
     def payload_bytes(self, part: int) -> int:
         return self._form(part).nbytes
@@ -122,19 +122,19 @@ def end_of(codec: Codec | Threshold | None, gradient_codec: Codec | Threshold | 
     if not isinstance(codec, Threshold):
         return End(codec, _alone(gradient_codec))
     noted: deque[Tensor] = deque()
-    there = Activations(codec.density, codec.value_bits, Sieve(codec.refresh), noted)
+    there = Activations(codec.density, codec.value_bits, ThresholdSelector(codec.refresh), noted)
     if isinstance(gradient_codec, Codec):
         raise ValueError(
             f"codec={codec!r} sends gradients back where activations were sent: gradient_codec "
             f"takes None or a Threshold, which thins them further, got {gradient_codec!r}"
         )
     second = gradient_codec or Threshold(1.0, codec.refresh, value_bits=codec.value_bits)
-    back = Gradients(there, second.density, second.value_bits, Sieve(second.refresh))
+    back = Gradients(there, second.density, second.value_bits, ThresholdSelector(second.refresh))
     return End(there, back)
 
 
 def _alone(codec: Codec | Threshold | None) -> Codec | None:
     """Gradients thresholded by themselves: places travel with them."""
     if isinstance(codec, Threshold):
-        return Activations(codec.density, codec.value_bits, Sieve(codec.refresh), None)
+        return Activations(codec.density, codec.value_bits, ThresholdSelector(codec.refresh), None)
     return codec

@@ -1,4 +1,4 @@
-"""Contestant: one method's training run, taken forward in turns.
+"""MethodRun: one method's training run, taken forward in turns.
 
 [Note: turns] A worker holds all contestants and gives each its turn, so that whatever else happens
 on the machine happens to all of them. A turn begins at the same moment on all workers and ends when
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from thinwire.compare import records
-from thinwire.compare.arena import Arena
-from thinwire.compare.records import Record, Scribe
+from thinwire.compare.records import Record, RecordWriter
+from thinwire.compare.turn_clock import TurnClock
 from thinwire.errors import NonFinite
 from thinwire.train import run_directory
 from thinwire.train.checkpoints import checkpoint
@@ -32,9 +32,9 @@ _FREE = 0.01  # of a turn: who waited less has waited for nobody
 _SHOWN = 16  # steps of a turn, at its end, of which a timeline is kept
 
 
-class Contestant:
+class MethodRun:
     def __init__(
-        self, name: str, config: TrainConfig, arena: Arena, task: Task, folder: Path
+        self, name: str, config: TrainConfig, arena: TurnClock, task: Task, folder: Path
     ) -> None:
         self.name, self.folder, self._arena = name, folder, arena
         control = arena.control
@@ -48,7 +48,7 @@ class Contestant:
             run_directory.write_config(folder, config)
         step = self.trainer.step if goes_on else None
         self._metrics = MetricsWriter(folder, control.rank, resume_step=step)
-        self._scribe = Scribe(folder, arena.leader)
+        self._scribe = RecordWriter(folder, arena.leader)
         self._rng = torch.get_rng_state()
         self._pause()
         self._take_up(records.read(folder))
@@ -108,7 +108,7 @@ class Contestant:
             wall = time.perf_counter() - start
             self._pause()
             self._rng = torch.get_rng_state()
-            arena.hush()
+            arena.wait_until_quiet()
         self._note(cycle, wall, losses, arena.counters().tx_bytes - sent)
         self._scribe.write("timeline", cycle=cycle, **timeline.told(start))
         return signum

@@ -1,4 +1,4 @@
-"""Course: what a contestant's records say, and what follows for tokens it has not read.
+"""History: what a contestant's records say, and what follows for tokens it has not read.
 
 A run that was cut short at a slow rate goes on as it did in the second half of its turns, if its
 traffic does: that is known from the same run at a faster rate, where it came to the end.
@@ -14,7 +14,7 @@ _STEADY = 0.2  # how much the traffic of the rest may differ from that of the pa
 
 
 @dataclass(frozen=True)
-class Course:
+class History:
     turns: list[Record]
     evals: list[Record]
     timeline: Record | None
@@ -23,7 +23,7 @@ class Course:
     message: str
 
     @classmethod
-    def read(cls, folder: Path, within: Path | None = None) -> "Course":
+    def read(cls, folder: Path, within: Path | None = None) -> "History":
         found = records.read(folder, within)
         end = records.last(found, "end") or {}
         return cls(
@@ -62,7 +62,7 @@ class Course:
         grown = float(self.turns[-1][name]) - self.total(name, middle)
         return grown / (self.tokens - middle)
 
-    def steady(self, whole: "Course", tokens: float) -> bool:
+    def steady(self, whole: "History", tokens: float) -> bool:
         """Whether the rest up to `tokens`, as `whole` has it, sends as much per token as the part
         this one was timed for."""
         if tokens <= self.tokens:

@@ -11,7 +11,7 @@ import thinwire as tw
 from tests.conftest import Ranks
 from tests.pipeline import oracle
 from thinwire.pipeline import SimulatedPipeline
-from thinwire.pipeline.crossing import end_of
+from thinwire.pipeline.sparse_activations import end_of
 from thinwire.wire.codecs import Int8, Threshold
 
 UPDATES, WIDTH, BATCH = 6, 48, 32  # 1536 values pass a cut: more than a small tensor

@@ -1,7 +1,7 @@
-"""Lane: one thread that runs jobs in the order they were given.
+"""CommThread: one thread that runs jobs in the order they were given.
 
 gloo and nccl match collectives by the order in which a group's ranks issue them. Giving a wire one
-lane to issue from makes that order the program's order, whatever the wire's callers do next, and
+thread to issue from makes that order the program's order, whatever the wire's callers do next, and
 lets a job wait on the network (between the two phases of a compressed mean, say) while the caller
 computes.
 """
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Lane:
-    """A daemon thread started at first use; an idle lane costs nothing and never delays exit."""
+class CommThread:
+    """A daemon thread started at first use; an idle one costs nothing and never delays exit."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class Lane:
             self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Whether the thread of a closed lane has ended within so many seconds."""
+        """Whether the thread of a closed one has ended within so many seconds."""
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -50,4 +50,4 @@ class Lane:
                 future.set_result(job())
             except BaseException as error:  # handed to whoever waits for the job
                 future.set_exception(error)
-            del entry, future, job  # an idle lane must not keep the last payload alive
+            del entry, future, job  # an idle thread must not keep the last payload alive

@@ -1,22 +1,22 @@
-"""Carrier: the lanes of one process group - issuing, turning, landing - and noticing lost peers.
+"""CommEngine: the comm threads of one process group, which issue, turn and land; lost peers.
 
-[Note: order] Every transfer of a wire is issued from the wire's one issuing lane, in the order of
+[Note: order] Every transfer of a wire is issued from the wire's one issuing thread, in the order of
 the calls. As long as all ranks make the same calls in the same order - by step counts, never by
 looking at what has arrived - their collectives match.
 
-[Note: turning] What follows a first phase is started from a second lane, in the same order and, in
-host memory, under a tag of its own: then first phases of later transfers are on their way meanwhile
-and a row of transfers pays the delay of the network twice, not twice for each. A device's
-collectives have one order and no tags: there the issuing lane waits between the phases, and the
+[Note: turning] What follows a first phase is started from a second thread, in the same order and,
+in host memory, under a tag of its own: then first phases of later transfers are on their way
+meanwhile and a row of transfers pays the delay of the network twice, not twice for each. A device's
+collectives have one order and no tags: there the issuing thread waits between the phases, and the
 calls behind it wait their turn there, not in the caller.
 
-[Note: landing] Another lane waits for the last phase, finishes it (divides, decodes) and notes the
-time, so that this work too passes behind compute. Point-to-point transfers land in a lane for each
-peer and direction: a message that is late must not hold up the news of another.
+[Note: landing] Another thread waits for the last phase, finishes it (divides, decodes) and notes
+the time, so that this work too passes behind compute. Point-to-point transfers land in a thread for
+each peer and direction: a message that is late must not hold up the news of another.
 
-[Note: streams] With CUDA the lanes work on a side stream of the wire. It starts after the caller's
-stream has produced the payload (an event recorded at the call) and the lander synchronises it
-before it reports. The flight holds every buffer until then, so the allocator can not reuse them.
+[Note: streams] With CUDA the threads work on a side stream of the wire. It starts after the
+caller's stream has produced the payload (an event recorded at the call) and the lander synchronises
+it before it reports. The flight holds every buffer until then, so the allocator can not reuse them.
 
 [Note: exit] A process must be able to leave although its group is broken or a flight is in the air,
 but the destructor of a gloo group, which close() and shutdown() bring about, waits for its
@@ -44,10 +44,10 @@ from thinwire.errors import BadPayload, PeerLost
 from thinwire.wire import collectives
 from thinwire.wire.account import Account
 from thinwire.wire.collectives import Part, Started, TransferError
+from thinwire.wire.comm_thread import CommThread
 from thinwire.wire.flight import Flight
 from thinwire.wire.groups import new_group
 from thinwire.wire.heartbeat import Heartbeat
-from thinwire.wire.lane import Lane
 from thinwire.wire.phase import Phase
 from thinwire.wire.transfers import Issue
 from thinwire.wire.world import World
@@ -60,7 +60,7 @@ _EXIT_PATIENCE = 10.0  # seconds an exit waits for flights that nobody has lande
 _NETWORK_WORDS = ("gloo", "NCCL", "Connection", "Socket", "PeerLost")
 
 
-class Carrier:
+class CommEngine:
     """Moves the payloads of one wire among `ranks` of the world, two or more."""
 
     def __init__(
@@ -72,9 +72,9 @@ class Carrier:
         self._heart: Heartbeat = world.heartbeat
         self.group: ProcessGroup = new_group(ranks)
         self._key = f"{name}:{self.group.group_name[:8]}"
-        self._issuer = Lane(f"{name}-issue")
-        self._turner = Lane(f"{name}-turn")
-        self._landers: dict[str, Lane] = {}
+        self._issuer = CommThread(f"{name}-issue")
+        self._turner = CommThread(f"{name}-turn")
+        self._landers: dict[str, CommThread] = {}
         self._stream: torch.cuda.Stream | None = None
         self._rate = _ASSUMED_RATE
         self._timed = False
@@ -95,7 +95,7 @@ class Carrier:
     ) -> Flight:
         """`sent` are the bytes that all its phases send. `peer` is the other end of a message;
         without one all ranks of the group take part. `turns`: it may have several phases. `prepare`
-        is called in the issuing lane, before anything is made of `flat`."""
+        is called in the issuing thread, before anything is made of `flat`."""
         flight = Flight(flat, self.account)
         self.account.launched(sent)
         ready = self._payload_ready(flat)
@@ -110,12 +110,12 @@ class Carrier:
         flight._lands_with(self._lander(key).submit(land))
         return flight
 
-    def _lander(self, key: str) -> Lane:
+    def _lander(self, key: str) -> CommThread:
         if key not in self._landers:
-            self._landers[key] = Lane(f"{self.name}-land-{key}")
+            self._landers[key] = CommThread(f"{self.name}-land-{key}")
         return self._landers[key]
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[CommThread]:
         return [self._issuer, self._turner, *self._landers.values()]
 
     def _issue(
@@ -305,7 +305,7 @@ class Carrier:
         return self._failure(str(error), suspects) if suspects else None
 
     def close(self) -> None:
-        """Ends the lanes and leaves the group; all flights must have landed."""
+        """Ends the threads and leaves the group; all flights must have landed."""
         _carriers.discard(self)
         for lane in self._lanes():
             lane.close()
@@ -375,7 +375,7 @@ class _Streaming:
         self._context.__exit__(*raised)
 
 
-_carriers: "weakref.WeakSet[Carrier]" = weakref.WeakSet()
+_carriers: "weakref.WeakSet[CommEngine]" = weakref.WeakSet()
 
 
 def settle() -> None:

@@ -1,4 +1,4 @@
-"""Heat: all methods at one rate with one seed. This is what each worker of it runs.
+"""Trial: all methods at one rate with one seed. This is what each worker of it runs.
 
 In every cycle each contestant has a turn, in an order that moves on from cycle to cycle; after it,
 it is evaluated, unless the same run has been seen at a faster rate and all its losses are the same
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from thinwire.compare import records
-from thinwire.compare.arena import Arena
 from thinwire.compare.config import BASELINE, YARDSTICK, CompareConfig
-from thinwire.compare.contestant import Contestant
-from thinwire.compare.course import Course
-from thinwire.compare.schedule import Schedule, Standing
+from thinwire.compare.history import History
+from thinwire.compare.method_run import MethodRun
+from thinwire.compare.schedule import RunProgress, Schedule
+from thinwire.compare.turn_clock import TurnClock
 from thinwire.errors import NonFinite, StorageError, ThinwireError
 from thinwire.train import config as train_config
 from thinwire.train.config import TrainConfig
@@ -40,7 +40,7 @@ STORAGE = 3  # exit code of a worker that could not write
 
 
 @dataclass(frozen=True)
-class Heat:
+class Trial:
     """What a worker is told."""
 
     folder: str
@@ -67,7 +67,7 @@ class Heat:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> "Heat":
+    def read(cls, path: Path) -> "Trial":
         return cls(**json.loads(path.read_text()))
 
     def config(self) -> CompareConfig:
@@ -77,7 +77,7 @@ class Heat:
 class HeatWorker:
     """Runs a heat on one host."""
 
-    def __init__(self, heat: Heat) -> None:
+    def __init__(self, heat: Trial) -> None:
         self._heat, self._config = heat, heat.config()
         world_module.init(timeout=self._config.race.timeout)
         self.control = Wire(name="control")
@@ -85,9 +85,9 @@ class HeatWorker:
         evaluation.share_memory(Path(heat.door))
         self._folder = Path(heat.folder)
         link = self._config.link(heat.rate)
-        self._arena = Arena(self.control, link.delay + link.jitter)
+        self._arena = TurnClock(self.control, link.delay + link.jitter)
         self._stop = 0  # the signal that asked this worker to stop
-        self._active: Contestant | None = None
+        self._active: MethodRun | None = None
         _warm_up()
         self._task = find_task(self._config.of_method(YARDSTICK, heat.seed))
         require_same(self.control, {"corpus": self._task.digest})
@@ -130,7 +130,7 @@ class HeatWorker:
             self._end_those_done()
         return 0
 
-    def _live(self) -> list[Contestant]:
+    def _live(self) -> list[MethodRun]:
         return [contestant for contestant in self._all if contestant.ended is None]
 
     def _task_of(self, config: TrainConfig) -> Task:
@@ -139,7 +139,7 @@ class HeatWorker:
         task.config = config
         return task
 
-    def _enter(self, name: str) -> Contestant | None:
+    def _enter(self, name: str) -> MethodRun | None:
         """Builds a contestant; what it refuses is kept as the reason of its absence."""
         folder = self._folder / name
         self._announce(name)
@@ -147,7 +147,7 @@ class HeatWorker:
         try:
             config = self._config.of_method(name, self._heat.seed)
             train_config.check(config)
-            contestant = Contestant(name, config, self._arena, self._task_of(config), folder)
+            contestant = MethodRun(name, config, self._arena, self._task_of(config), folder)
         except StorageError:
             raise
         except Exception as error:
@@ -165,7 +165,7 @@ class HeatWorker:
             contestant.expect(records.step_losses(known, self.control.rank))
         return contestant
 
-    def _turn(self, contestant: Contestant) -> int:
+    def _turn(self, contestant: MethodRun) -> int:
         """The signal for which all ranks stop, or 0."""
         schedule = self._schedule
         if contestant.tokens >= schedule.target:  # a cycle that was interrupted
@@ -186,7 +186,7 @@ class HeatWorker:
     def _end_those_done(self) -> None:
         target = self._target_loss()
         for contestant in self._live():
-            standing = Standing(
+            standing = RunProgress(
                 contestant.name,
                 contestant.tokens,
                 contestant.seconds,
@@ -197,13 +197,13 @@ class HeatWorker:
             if why is not None:
                 contestant.end(why)
 
-    def _is_known(self, contestant: Contestant) -> bool:
+    def _is_known(self, contestant: MethodRun) -> bool:
         """Whether the rest of its run at this rate can be computed: see course.py. All ranks read
         the same records, which the leader has written before they last agreed on anything."""
         if self._heat.reference is None or not contestant.as_expected:
             return False
-        whole = Course.read(Path(self._heat.reference) / contestant.name)
-        course = Course.read(contestant.folder)
+        whole = History.read(Path(self._heat.reference) / contestant.name)
+        course = History.read(contestant.folder)
         return bool(course.turns) and course.steady(whole, self._schedule.budget)
 
     def _target_loss(self) -> float | None:
@@ -259,7 +259,7 @@ def main() -> None:
     """`heat FILE`, on every host."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        worker = HeatWorker(Heat.read(Path(sys.argv[1])))
+        worker = HeatWorker(Trial.read(Path(sys.argv[1])))
         code = worker.run()
     except StorageError as error:  # which is no method's fault
         print(error, file=sys.stderr, flush=True)

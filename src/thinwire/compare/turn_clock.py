@@ -1,4 +1,4 @@
-"""Arena: the ground on which contestants take turns, as one worker sees it.
+"""TurnClock: the ground on which contestants take turns, as one worker sees it.
 
 All emulated hosts share one machine, and so one clock and one file system: a turn can begin at the
 same moment on all of them, and the kernel's counter of a host's interface tells when its link has
@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 from thinwire.lab.host import Counters, read_counters
-from thinwire.wire import carrier
+from thinwire.wire import comm_engine as carrier
 from thinwire.wire.wire import Wire
 
 _HEADSTART = 0.01  # s, beyond the links' delay, for all ranks to hear of a start
 _SILENCE = 4096  # bytes received meanwhile that do not count as traffic: heartbeats, this question
 
 
-class Arena:
+class TurnClock:
     def __init__(self, control: Wire, delay: float) -> None:
         self.control = control
         self._delay = delay  # seconds, one way, jitter included
@@ -33,7 +33,7 @@ class Arena:
         time.sleep(max(0.0, moment - time.perf_counter()))
         return moment
 
-    def hush(self) -> None:
+    def wait_until_quiet(self) -> None:
         """Returns when nothing is left on the links: what was in the air has landed."""
         carrier.settle()
         while self.control.agree([self._heard()])[0] > _SILENCE:
