@@ -1,4 +1,4 @@
-"""Runs of `thinwire train` for benchmarks: the loss over time and steps, from their metrics."""
+"""The loss over steps and seconds: of runs of `thinwire train`, and when it was first reached."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,11 @@ class Point:
     loss: float
 
 
-def curve(flags: list[str]) -> list[Point]:
-    """Trains with these flags and returns its evaluations."""
+def trained(flags: list[str]) -> list[Point]:
+    """Trains with these flags and returns the evaluations."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "thinwire", "train", *flags, "--run", str(run)]
+        command = [sys.executable, "-m", "thinwire", "train", *flags, "--run-dir", str(run)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
@@ -33,11 +34,13 @@ def curve(flags: list[str]) -> list[Point]:
 
 
 def seconds_to(points: list[Point], target: float) -> float:
-    """Seconds of training until the loss was there, interpolated; infinity if it never was."""
-    for a, b in itertools.pairwise(points):
-        if b.loss <= target:
-            if a.loss <= target:
-                return a.seconds
-            share = (a.loss - target) / (a.loss - b.loss)
-            return a.seconds + (b.seconds - a.seconds) * share
+    """Seconds of training until the loss was there."""
+    return first_below(((point.seconds, point.loss) for point in points), target)
+
+
+def first_below(curve: Iterable[tuple[float, float]], target: float) -> float:
+    """Where the loss was there, between two evaluations by a straight line; infinity if never."""
+    for (before, a), (after, b) in itertools.pairwise(curve):
+        if b <= target:
+            return before + (after - before) * (a - target) / (a - b) if a > target else before
     return math.inf

@@ -5,6 +5,8 @@ codecs encode and decode as they do on the way, and nothing takes any time. What
 what a method learns, never how fast.
 """
 
+import statistics
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,14 +14,59 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.harness.learning import train, validate
+from thinwire.optim import GradientAverage, WireOptimizer
+from thinwire.train.corpus import Corpus
+from thinwire.train.data import Batches
+from thinwire.train.models import ModelConfig, build_model
+from thinwire.train.optimizers import OptimizerConfig
 from thinwire.wire.account import Account
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.collectives import all_reduce_bytes
 from thinwire.wire.flight import Flight, all_finite
+from thinwire.wire.world import World
 
 T = TypeVar("T")
+
+
+def train_virtual(
+    make: Callable[[nn.Module], WireOptimizer],
+    corpus: Corpus,
+    *,
+    replicas: int,
+    steps: int,
+    seed: int,
+    settings: OptimizerConfig,
+    batch: int,
+    context: int,
+    windows: int,
+    averaged: Callable[[GradientAverage], None] = lambda optimizer: None,
+) -> dict[str, float]:
+    """A gpt-0.3m on virtual replicas: the validation loss of their mean, the bytes that one of them
+    has sent, and `apart`, how far they were from the mean in the end, relative to its norm."""
+    world = VirtualWorld(replicas)
+
+    def replica(rank: int) -> dict[str, float]:
+        with world.lock:  # one random number generator for all threads
+            model = build_model(ModelConfig(), corpus.vocab, context, seed)
+        optimizer = world.build(lambda: make(model))
+        batches = Batches(corpus.train, context, batch, rank, replicas, seed)
+        train(model, optimizer, batches, settings, steps, averaged)
+        sent, own = optimizer.account.bytes, _weights(model)
+        optimizer.finish()
+        mean = _weights(model)
+        apart = float((own - mean).norm() / mean.norm())
+        loss = validate(model, corpus, optimizer.wire, context=context, windows=windows)
+        return {"loss": loss, "bytes": sent, "apart": apart}
+
+    answers = world.run(replica)
+    return answers[0] | {"apart": statistics.mean(each["apart"] for each in answers)}
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 class VirtualWorld:
@@ -52,7 +99,8 @@ class VirtualWorld:
 
     def build(self, make: Callable[[], T]) -> T:
         """make(), with a virtual wire wherever an optimizer of thinwire makes one."""
-        with self.lock, mock.patch("thinwire.optim.base.Wire", self._wire):
+        module = sys.modules[WireOptimizer.__module__]  # where they all get it from
+        with self.lock, mock.patch.object(module, "Wire", self._wire):
             return make()
 
     def _wire(self, group: Any = None, *, name: str = "wire") -> "VirtualWire":
@@ -82,9 +130,10 @@ class VirtualWorld:
 class VirtualWire:
     """The part of `Wire` that optimizers use."""
 
-    def __init__(self, world: VirtualWorld, rank: int, name: str) -> None:
-        self.world, self.rank, self.size, self.name = world, rank, world.size, name
-        self.ranks = list(range(world.size))
+    def __init__(self, meeting: VirtualWorld, rank: int, name: str) -> None:
+        self._meeting, self.rank, self.size, self.name = meeting, rank, meeting.size, name
+        self.world = World(rank, meeting.size, torch.device("cpu"), timeout=60.0, heartbeat=None)
+        self.ranks = list(range(meeting.size))
         self.account = Account()
         self._issued = 0
 
@@ -95,7 +144,7 @@ class VirtualWire:
         self._issued += 1
         self.account.sent(_sent_bytes(flat, codec or Dense(flat.dtype), self.size))
         entry = (self.rank, flat, codec or Dense(flat.dtype), arrival)
-        self.world.hand_in((self.name, self._issued), entry)
+        self._meeting.hand_in((self.name, self._issued), entry)
         return flight
 
     def agree(self, values: Sequence[float], how: str = "max") -> list[float]:

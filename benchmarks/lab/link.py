@@ -1,26 +1,26 @@
 """Do the lab's links keep to what is asked of them, for TCP, one way and both ways at once?
 
-    python benchmarks/link.py             every case, about two minutes
-    python benchmarks/link.py --quick     shorter measurements, under a minute
+    python -m benchmarks.lab.link             every case, about two minutes
+    python -m benchmarks.lab.link --quick     shorter measurements
 
 Needs Linux with namespaces and /dev/net/tun; no GPU, no root. Two hosts; bulk TCP over one
 connection a direction (`both`) or one connection in use both ways (`duplex`, as gloo does). Rates
 are payload plus the headers of full packets, over the time after the start of the connection; the
 worst of the two directions is shown. The relay's share is of one core. The last line is one JSON
-object.
+object: {"worst_error", "within_10_percent", "cases": [{"rate", "delay", "mode", "ratio", ...}]}.
 """
 
-import argparse
-import json
 import os
 import socket
 import statistics
-import sys
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
-from thinwire.lab import Lab, Line, Link
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import on_hosts, tell
+from thinwire.lab import Lab, Link
 from thinwire.lab.units import format_rate
 
 RATES = ("10mbit", "100mbit", "1gbit")
@@ -30,14 +30,13 @@ HEADERS = 52  # bytes of IP and TCP with timestamps, in each packet
 PORT = 5000
 
 
-def worker() -> None:
+def worker(mode: str, warm: float, seconds: float) -> None:
     """On a host: rank 0 connects to rank 1, both send or receive as the mode says."""
-    rank, mode = int(os.environ["RANK"]), os.environ["LINK_MODE"]
-    warm, seconds = float(os.environ["LINK_WARM"]), float(os.environ["LINK_SECONDS"])
+    rank = int(os.environ["RANK"])
     pairs = 2 if mode == "both" else 1
     socks = listen(pairs) if rank else [connect() for _ in range(pairs)]
     if rank == 0:
-        print(json.dumps({"rtt": round_trip(socks[0])}), flush=True)
+        tell({"rtt": round_trip(socks[0])})
     else:
         echo(socks[0])
     end = time.monotonic() + warm + seconds + 0.5
@@ -48,12 +47,12 @@ def worker() -> None:
         if sending:
             threads.append(threading.Thread(target=send, args=(sock, end), daemon=True))
         if receiving:
-            threads.append(threading.Thread(target=receive, args=(sock, warm, seconds)))
+            each = threading.Thread(target=receive, args=(sock, warm, seconds), daemon=True)
+            threads.append(each)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=max(0.0, end + 1 - time.monotonic()))
-    os._exit(0)  # senders may be blocked with a full window
 
 
 def listen(count: int) -> list[socket.socket]:
@@ -99,7 +98,7 @@ def send(sock: socket.socket, end: float) -> None:
 
 
 def receive(sock: socket.socket, warm: float, seconds: float) -> None:
-    """Print bit/s of payload between two arrivals, `seconds` apart, after `warm`."""
+    """Tell bit/s of payload between two arrivals, `seconds` apart, after `warm`."""
     buffer = bytearray(1 << 20)
     begin = time.monotonic()
     start, total = begin, 0
@@ -111,7 +110,7 @@ def receive(sock: socket.socket, warm: float, seconds: float) -> None:
         else:
             total += count
             if now - start >= seconds:
-                print(json.dumps({"payload": total * 8 / (now - start)}), flush=True)
+                tell({"payload": total * 8 / (now - start)})
                 return
 
 
@@ -122,33 +121,22 @@ def relay_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(rate: str, delay: str, mode: str, warm: float, seconds: float) -> dict[str, object]:
+def measure(rate: str, delay: str, mode: str, warm: float, seconds: float) -> dict[str, Any]:
     link = Link.of(rate, delay=delay)
     found: dict[str, list[float]] = {"payload": [], "rtt": []}
-    share: list[float] = []
+    marks: list[tuple[float, float]] = []
 
-    def sink(line: Line) -> None:
-        if line.error:
-            print(line, file=sys.stderr)
-            return
-        for name, value in json.loads(line.text).items():
+    def told(rank: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
             found[name].append(value)
 
-    with Lab(2, link) as lab:
-        settings = {"LINK_MODE": mode, "LINK_WARM": str(warm), "LINK_SECONDS": str(seconds)}
-        job = lab.start([sys.executable, __file__, "--worker"], env=settings, sink=sink)
-        marks: list[tuple[float, float]] = []
+    def tick(lab: Lab) -> None:
+        marks.append((time.monotonic(), relay_seconds(lab.pid)))
 
-        def tick() -> None:
-            marks.append((time.monotonic(), relay_seconds(lab.pid)))
-
-        outcome = job.wait(tick)
-        if outcome.code:
-            raise SystemExit(str(outcome))
-        busy = [mark for mark in marks if mark[0] >= marks[0][0] + 0.5]  # after Python's start
-        share.append((busy[-1][1] - busy[0][1]) / (busy[-1][0] - busy[0][0]))
-    headers = link.mtu / (link.mtu - HEADERS)
-    got = min(found["payload"]) * headers
+    on_hosts(worker, mode, warm, seconds, hosts=2, link=link, told=told, tick=tick)
+    busy = [mark for mark in marks if mark[0] >= marks[0][0] + 0.5]  # after Python's start
+    share = (busy[-1][1] - busy[0][1]) / (busy[-1][0] - busy[0][0])
+    got = min(found["payload"]) * link.mtu / (link.mtu - HEADERS)
     return {
         "rate": rate,
         "delay": delay,
@@ -158,39 +146,26 @@ def measure(rate: str, delay: str, mode: str, warm: float, seconds: float) -> di
         "ratio": round(got / link.up, 4),
         "rtt_asked_ms": 2e3 * link.delay,
         "rtt_ms": round(1e3 * found["rtt"][0], 2),
-        "relay_cpu": round(share[0], 3),
+        "relay_cpu": round(share, 3),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker()
-    warm, seconds = (0.5, 1.0) if args.quick else (2.0, 4.0)
-    print(
-        f"{'asked':>12} {'delay':>6} {'':8} {'measured':>12} {'ratio':>6} {'rtt ms':>7} {'cpu':>5}"
-    )
+    size: Size = parser(__doc__).parse_args().size
+    warm, seconds = size.of(full=(2.0, 4.0), quick=(0.5, 1.0), tiny=(0.3, 0.3))
+    rates, delays = (RATES, DELAYS) if size is not Size.TINY else (RATES[:1], DELAYS[:1])
+    table = Table("asked", "delay", "", "measured", "ratio", "rtt ms", "cpu", first=10)
     cases = []
-    for rate in RATES:
-        for delay in DELAYS:
+    for rate in rates:
+        for delay in delays:
             for mode in MODES:
                 case = measure(rate, delay, mode, warm, seconds)
                 cases.append(case)
-                got = format_rate(float(str(case["measured_mbit"])) * 1e6)
-                print(
-                    f"{rate:>12} {delay:>6} {mode:8} {got:>12} {case['ratio']:>6} "
-                    f"{case['rtt_ms']:>7} {case['relay_cpu']:>5}",
-                    flush=True,
-                )
-    worst = max(abs(float(str(case["ratio"])) - 1) for case in cases)
-    print(
-        json.dumps(
-            {"worst_error": round(worst, 4), "within_10_percent": worst < 0.1, "cases": cases}
-        )
-    )
+                got = format_rate(case["measured_mbit"] * 1e6)
+                shown = (f"{case[name]}" for name in ("ratio", "rtt_ms", "relay_cpu"))
+                table.row(rate, delay, mode, got, *shown)
+    worst = max(abs(case["ratio"] - 1) for case in cases)
+    end({"worst_error": round(worst, 4), "within_10_percent": worst < 0.1, "cases": cases}, size)
 
 
 if __name__ == "__main__":

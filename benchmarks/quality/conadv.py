@@ -1,19 +1,21 @@
 """What concurrent adversarial training does for accuracy at a batch 32 times the base.
 
-    OMP_NUM_THREADS=1 python benchmarks/conadv.py            5 seeds, ten minutes of one core
-    OMP_NUM_THREADS=1 python benchmarks/conadv.py --quick    1 seed, 3 epochs, two learning rates
-    OMP_NUM_THREADS=1 python benchmarks/conadv.py --pilot    what the number of epochs was chosen by
+    python -m benchmarks.quality.conadv            5 seeds, ten minutes of one core
+    python -m benchmarks.quality.conadv --quick    1 seed, 3 epochs, two learning rates
+    python -m benchmarks.quality.conadv --pilot    what the number of epochs was chosen by
+
+Set OMP_NUM_THREADS=1 for it.
 
 One process, resnet-0.1m on scikit-learn's digits: half of the 1797 images to train on, the other
 half to test. Base batch 16, large batch 512, equal epochs for all (so 32 times fewer steps), a
 warm-up of a sixth of the run and a cosine to 0, weight decay 5e-4, momentum 0.9. In the end every
-contender's BatchNorm statistics are measured anew on all training images: after a few dozen steps
+recipe's BatchNorm statistics are measured anew on all training images: after a few dozen steps
 the running ones still hold what they began with.
 
-Every contender's learning rate is the best of six on the same two seeds, which are not those of
+Every recipe's learning rate is the best of six on the same two seeds, which are not those of
 the result, judged by a fifth of the training images that it was not trained on. The test images are
 looked at only in the end. The size of the perturbation is not tuned: one of the 16 grey levels of
-the images. The number of epochs and the grids were chosen with --pilot, which runs contenders
+the images. The number of epochs and the grids were chosen with --pilot, which runs recipes
 without an adversary alone and looks at no test image.
 
 A step with an adversary has three passes (forward and backward) where one without has one. So there
@@ -21,13 +23,11 @@ is also LARS with three times the epochs: as many passes. `adversarial+lars` is 
 conadv's with the perturbation made by the weights of the step itself, one pass after the other:
 what staleness costs. It and the other sizes of perturbation run at conadv+lars' learning rate.
 
-Prints a line for each run, a table, and as its last line one JSON object: {"accuracy": {contender:
+Prints a line for each run, a table, and as its last line one JSON object: {"accuracy": {recipe:
 {"lr", "mean", "deviation", "seeds", "passes", "cpu_s"}}, "gain": {"over lars": ...}, ...}. cpu_s is
 the processor's time of one run of the result.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from benchmarks.harness.arguments import Size, Table, end, parser
 from thinwire.train.image_models import build_image_model
 from thinwire.train.images import ImageBatches, ImageSet, load_digits, split
 from thinwire.train.models import ModelConfig
@@ -53,7 +54,9 @@ ARGUMENTS = {"SGD": ("momentum=0.9",), "Lars": ("trust=0.02",), "Lamb": ()}
 
 
 @dataclass(frozen=True)
-class Contender:
+class ImageRecipe:
+    """How a model of images is trained."""
+
     name: str
     optimizer: str
     batch: int
@@ -75,14 +78,14 @@ def _grid(least: float, count: int = 6) -> tuple[float, ...]:
     return tuple(least * 2**power for power in range(count))
 
 
-CONADV = Contender("conadv+lars", "Lars", LARGE, _grid(0.25), "stale")
-LARS = Contender("lars", "Lars", LARGE, _grid(0.25))
-LAMB = Contender("lamb", "Lamb", LARGE, _grid(0.01))
-SGD = Contender("sgd, base batch", "SGD", BASE, _grid(0.00625))
+CONADV = ImageRecipe("conadv+lars", "Lars", LARGE, _grid(0.25), "stale")
+LARS = ImageRecipe("lars", "Lars", LARGE, _grid(0.25))
+LAMB = ImageRecipe("lamb", "Lamb", LARGE, _grid(0.01))
+SGD = ImageRecipe("sgd, base batch", "SGD", BASE, _grid(0.00625))
 LONGER = replace(LARS, name=f"lars, {PASSES}x epochs", longer=PASSES)
 
 
-def variants(lr: float) -> list[Contender]:
+def variants(lr: float) -> list[ImageRecipe]:
     """Of conadv+lars, at the learning rate that was found for it."""
     one = replace(CONADV, rates=(lr,))
     sizes = [
@@ -92,22 +95,22 @@ def variants(lr: float) -> list[Contender]:
     return [replace(one, name="adversarial+lars", adversary="fresh"), *sizes]
 
 
-def train(contender: Contender, images: ImageSet, lr: float, seed: int, epochs: int) -> float:
+def train(recipe: ImageRecipe, images: ImageSet, lr: float, seed: int, epochs: int) -> float:
     """Trains on one side of the images; the accuracy on the other."""
     model = build_image_model(ModelConfig(MODEL), images.shape, seed)
-    if contender.adversary:
+    if recipe.adversary:
         tw.dual_batch_norm(model)
-    steps = contender.steps(images, epochs)
+    steps = recipe.steps(images, epochs)
     settings = OptimizerConfig(
-        contender.optimizer,
+        recipe.optimizer,
         lr=lr,
         weight_decay=DECAY,
-        optimizer_arg=ARGUMENTS[contender.optimizer],
+        optimizer_arg=ARGUMENTS[recipe.optimizer],
         warmup=steps // 6,
         final_lr=0.0,
     )
     optimizer = build_optimizer(settings, model)
-    loss, batches = _loss(contender, model, optimizer, _read(images, contender.batch, seed, steps))
+    loss, batches = _loss(recipe, model, optimizer, _read(images, recipe.batch, seed, steps))
     for step, (x, y) in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, steps)
@@ -136,110 +139,113 @@ def measure_statistics(model: torch.nn.Module, pixels: Tensor) -> None:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batches = Iterator[tuple[Tensor, Tensor]]
+Pairs = Iterator[tuple[Tensor, Tensor]]
 
 
 def _loss(
-    contender: Contender, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Batches
-) -> tuple[Loss, Batches]:
-    if not contender.adversary:
+    recipe: ImageRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Pairs
+) -> tuple[Loss, Pairs]:
+    if not recipe.adversary:
         return model, batches
     adversary = tw.ConcurrentAdversarial(
-        model, optimizer, epsilon=contender.epsilon, bounds=(0.0, 1.0), overlap=False
+        model, optimizer, epsilon=recipe.epsilon, bounds=(0.0, 1.0), overlap=False
     )
     # A batch that was not announced is perturbed on the spot, by the weights as they are.
-    stale = contender.adversary == "stale"
+    stale = recipe.adversary == "stale"
     return adversary.loss, adversary.ahead(batches) if stale else batches
 
 
-def _read(images: ImageSet, batch: int, seed: int, steps: int) -> Batches:
+def _read(images: ImageSet, batch: int, seed: int, steps: int) -> Pairs:
     reader = ImageBatches(images.train, batch, 0, 1, seed)
     return (reader.next() for _ in range(steps))
 
 
-def tune(contender: Contender, images: ImageSet, epochs: int, quick: bool) -> float:
+def tune(recipe: ImageRecipe, images: ImageSet, epochs: int, size: Size) -> float:
     """The learning rate that does best on images of the training side."""
-    if len(contender.rates) == 1:
-        return contender.rates[0]
+    if len(recipe.rates) == 1:
+        return recipe.rates[0]
     held_out, found = split(images.train, 0.2), {}
-    for lr in contender.rates[2:4] if quick else contender.rates:
-        seeds = TUNING_SEEDS[:1] if quick else TUNING_SEEDS
-        scores = [_run(contender, held_out, lr, seed, epochs, "tuning")[0] for seed in seeds]
+    seeds = TUNING_SEEDS if size is Size.FULL else TUNING_SEEDS[:1]
+    for lr in size.of(full=recipe.rates, quick=recipe.rates[2:4], tiny=recipe.rates[2:3]):
+        scores = [run(recipe, held_out, lr, seed, epochs, "tuning")[0] for seed in seeds]
         found[lr] = statistics.mean(scores)
     return max(found, key=lambda lr: found[lr])
 
 
-def _run(
-    contender: Contender, images: ImageSet, lr: float, seed: int, epochs: int, stage: str
+def run(
+    recipe: ImageRecipe, images: ImageSet, lr: float, seed: int, epochs: int, stage: str
 ) -> tuple[float, float]:
     """The accuracy, and the seconds of the processor that it took."""
     start = time.process_time()
-    accuracy = train(contender, images, lr, seed, epochs)
+    accuracy = train(recipe, images, lr, seed, epochs)
     seconds = time.process_time() - start
-    head = f"{stage:7} {contender.name:24} lr {lr:<7g} seed {seed:<4}"
+    head = f"{stage:7} {recipe.name:24} lr {lr:<7g} seed {seed:<4}"
     print(f"{head} {accuracy:.4f}  {seconds:.1f} s", file=sys.stderr, flush=True)
     return accuracy, seconds
 
 
-def result(contender: Contender, images: ImageSet, epochs: int, quick: bool) -> dict[str, Any]:
-    lr = tune(contender, images, epochs, quick)
-    seeds = SEEDS[:1] if quick else SEEDS
-    runs = [_run(contender, images, lr, seed, epochs, "result") for seed in seeds]
+def result(recipe: ImageRecipe, images: ImageSet, epochs: int, size: Size) -> dict[str, Any]:
+    lr = tune(recipe, images, epochs, size)
+    seeds = SEEDS if size is Size.FULL else SEEDS[:1]
+    runs = [run(recipe, images, lr, seed, epochs, "result") for seed in seeds]
     scores = [accuracy for accuracy, _ in runs]
     return {
         "lr": lr,
         "mean": round(statistics.mean(scores), 4),
         "deviation": round(statistics.stdev(scores), 4) if len(scores) > 1 else None,
         "seeds": [round(score, 4) for score in scores],
-        "passes": contender.passes(images, epochs),
+        "passes": recipe.passes(images, epochs),
         "cpu_s": round(statistics.median(seconds for _, seconds in runs), 1),
     }
 
 
-def pilot(images: ImageSet) -> None:
+def pilot(images: ImageSet) -> dict[str, float]:
     """Accuracy on held-out training images by epochs and learning rate, without an adversary."""
-    for epochs in (5, 10, 15):
-        for contender in (LARS, LAMB):
-            for lr in contender.rates[::2]:
-                _run(contender, split(images.train, 0.2), lr, TUNING_SEEDS[0], epochs, f"{epochs}")
+    held_out = split(images.train, 0.2)
+    return {
+        f"{recipe.name}, {epochs} epochs, lr {lr:g}": run(
+            recipe, held_out, lr, TUNING_SEEDS[0], epochs, f"{epochs}"
+        )[0]
+        for epochs in (5, 10, 15)
+        for recipe in (LARS, LAMB)
+        for lr in recipe.rates[::2]
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--pilot", action="store_true")
-    parser.add_argument("--epochs", type=int, help=f"{EPOCHS}; 3 with --quick")
-    given = parser.parse_args()
-    epochs = given.epochs or (3 if given.quick else EPOCHS)
+    arguments = parser(__doc__)
+    arguments.add_argument("--pilot", action="store_true")
+    arguments.add_argument("--epochs", type=int, help=f"{EPOCHS}; 3 with --quick, 1 with --tiny")
+    given = arguments.parse_args()
+    size: Size = given.size
+    epochs = given.epochs or size.of(full=EPOCHS, quick=3, tiny=1)
     torch.set_num_threads(1)
     images = load_digits(0.5)
     if given.pilot:
-        pilot(images)
+        end({"pilot": pilot(images)}, size)
         return
-    table = {}
-    for contender in [LARS, CONADV] if given.quick else [LARS, CONADV, LAMB, LONGER, SGD]:
-        table[contender.name] = result(contender, images, epochs, given.quick)
-    if not given.quick:
-        for contender in variants(table[CONADV.name]["lr"]):
-            table[contender.name] = result(contender, images, epochs, given.quick)
-    report(table, epochs, given.quick)
+    found = {}
+    for recipe in [LARS, CONADV, LAMB, LONGER, SGD] if size is Size.FULL else [LARS, CONADV]:
+        found[recipe.name] = result(recipe, images, epochs, size)
+    if size is Size.FULL:
+        for recipe in variants(found[CONADV.name]["lr"]):
+            found[recipe.name] = result(recipe, images, epochs, size)
+    report(found, epochs, size)
 
 
-def report(table: dict[str, dict[str, Any]], epochs: int, quick: bool) -> None:
-    print(f"{'':26}{'lr':>9}{'accuracy':>10}{'±':>8}{'passes':>8}{'cpu s':>7}   seeds")
-    for name, row in table.items():
+def report(found: dict[str, dict[str, Any]], epochs: int, size: Size) -> None:
+    table = Table("", "lr", "accuracy", "±", "passes", "cpu s", "seeds", first=26)
+    for name, row in found.items():
         spread = "" if row["deviation"] is None else f"{row['deviation']:.4f}"
+        work = f"{row['passes']:g}", f"{row['cpu_s']:.1f}"
         seeds = " ".join(f"{score:.4f}" for score in row["seeds"])
-        print(
-            f"{name:26}{row['lr']:>9g}{row['mean']:>10.4f}{spread:>8}{row['passes']:>8g}"
-            f"{row['cpu_s']:>7.1f}   {seeds}"
-        )
+        table.row(name, f"{row['lr']:g}", f"{row['mean']:.4f}", spread, *work, f"   {seeds}")
     gain = {
-        f"over {name}": gains(table[CONADV.name]["seeds"], row["seeds"])
-        for name, row in table.items()
+        f"over {name}": gains(found[CONADV.name]["seeds"], row["seeds"])
+        for name, row in found.items()
         if name != CONADV.name
     }
-    print(json.dumps({"accuracy": table, "gain": gain, "epochs": epochs, "quick": quick}))
+    end({"accuracy": found, "gain": gain, "epochs": epochs}, size)
 
 
 def gains(ours: list[float], theirs: list[float]) -> dict[str, Any]:

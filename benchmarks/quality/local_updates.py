@@ -1,8 +1,10 @@
 """What the local-update methods cost in quality: validation loss at equal tokens.
 
-    python benchmarks/quality.py             4 replicas, 480 steps, 3 seeds, rounds of 16 (and 40)
-    python benchmarks/quality.py --quick     60 steps, 1 seed, rounds of 10: under a minute
-    python benchmarks/quality.py --only sparseloco        the methods with that in their name
+    python -m benchmarks.quality.local_updates            4 replicas, 480 steps, 3 seeds, rounds of
+                                                          16 (and 40)
+    python -m benchmarks.quality.local_updates --quick    60 steps, 1 seed, rounds of 10
+    python -m benchmarks.quality.local_updates --only sparseloco    methods with that in their name
+    python -m benchmarks.quality.local_updates --results FILE       keep each run, skip those kept
 
 Four real workers on loopback, a byte-level GPT of 0.3M parameters on the Python standard library,
 AdamW inside, the mean of the replicas evaluated at the end (`finish()`), the same data, weights and
@@ -10,11 +12,6 @@ learning rate for every method. Nothing here is timed. Prints a table and, as it
 JSON object: {"loss": {method: {every: {"mean", "spread", "seeds"}}}, "checks": {...}}.
 """
 
-import argparse
-import json
-import os
-import statistics
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +20,16 @@ from typing import Any
 import torch
 
 import thinwire as tw
-from thinwire.lab import Lab
-from thinwire.train.corpus import load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import tell
+from benchmarks.harness.learning import joined, train, validate
+from benchmarks.harness.results import Job, Record, Results, over_seeds, run_on_hosts
+from thinwire.train.corpus import Corpus, load_corpus
+from thinwire.train.data import Batches, DataConfig
 from thinwire.train.models import ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 
-REPLICAS, BATCH, CONTEXT, LR = 4, 4, 64, 2e-3
-VALIDATION_WINDOWS = 400
+LR = 2e-3
 
 Inner = torch.optim.Optimizer
 METHODS: dict[str, Callable[[Inner, int], tw.WireOptimizer]] = {
@@ -74,117 +73,92 @@ BLOCKING = {"ddp (every step)", "slowmo 1/.5", "local sgd 1/0", "diloco .7/.9 ne
 }
 
 
+QUICK = ["ddp (every step)", "slowmo 1/.5", "overlapped 1/.5", "co2 1/.2, gap"]
+PAIRS = {
+    "overlapped / slowmo": ("overlapped 1/.5", "slowmo 1/.5"),
+    "co2 gap / no penalty": ("co2 1/.2, gap", "co2 1/.2, no penalty"),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="")
-    quick = parser.parse_args().quick
-    with Lab(REPLICAS, None) as lab:
-        lines: list[str] = []
-        outcome = lab.start(
-            [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]],
-            sink=lambda line: _show(line.text, lines),
-        ).wait()
-    if outcome.code:
-        sys.exit(str(outcome))
-    results = [json.loads(line) for line in lines if line.startswith("{")]
-    report(results, quick)
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", default="", help="methods with this in their name")
+    arguments.add_argument("--results", type=Path, help="a file of JSON lines")
+    given = arguments.parse_args()
+    jobs = planned(given.size, given.only)
+    hosts = given.size.of(full=4, quick=4, tiny=2)
+    records = run_on_hosts(jobs, Results(given.results), worker, given.size, hosts=hosts)
+    report(records, given.size)
 
 
-def _show(text: str, lines: list[str]) -> None:
-    lines.append(text)
-    print(text, file=sys.stderr, flush=True)
+def planned(size: Size, only: str) -> list[Job]:
+    steps, seeds, rounds = size.of(full=(480, 3, [16, 40]), quick=(60, 1, [10]), tiny=(4, 1, [2]))
+    names = size.of(full=list(METHODS), quick=QUICK, tiny=QUICK[1:])
+    return [
+        {"method": name, "every": every, "seed": seed, "steps": steps}
+        for seed in range(seeds)
+        for name in names
+        if only in name
+        for every in (rounds if name in LONG_ROUNDS else rounds[:1])
+    ]
 
 
-def worker(quick: bool) -> None:
-    """Every method in turn, on all replicas; the first replica prints each loss."""
-    tw.init()
-    torch.set_num_threads(1)
-    steps, seeds, rounds = (60, 1, [10]) if quick else (480, 3, [16, 40])
-    names = ["ddp (every step)", "slowmo 1/.5", "overlapped 1/.5", "co2 1/.2, gap"]
-    for seed in range(seeds):
-        for name in names if quick else filter(_wanted, METHODS):
-            for every in rounds if name in LONG_ROUNDS else rounds[:1]:
-                loss = train(name, every, steps, seed)
-                if os.environ["RANK"] == "0":
-                    record = {"method": name, "every": every, "seed": seed, "loss": loss}
-                    print(json.dumps(record), flush=True)
+def worker(jobs: list[Job], size: Size) -> None:
+    """Every run in turn, on all replicas; the first replica tells each loss."""
+    with joined() as world:
+        corpus = load_corpus(DataConfig())
+        for job in jobs:
+            loss = loss_of(job, corpus, Size(size))
+            if world.rank == 0:
+                tell(job | {"loss": loss})
 
 
-def _wanted(name: str) -> bool:
-    only = sys.argv.index("--only") if "--only" in sys.argv else None
-    return only is None or sys.argv[only + 1] in name
-
-
-def train(name: str, every: int, steps: int, seed: int) -> float:
-    corpus = load_corpus(DataConfig())
-    model = build_model(ModelConfig(), corpus.vocab, CONTEXT, seed)
+def loss_of(job: Job, corpus: Corpus, size: Size) -> float:
+    batch, context, windows = size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 4))
     settings = OptimizerConfig(lr=LR)
+    model = build_model(ModelConfig(), corpus.vocab, context, job["seed"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of these settings are unstable on purpose
-        optimizer = METHODS[name](build_optimizer(settings, model), every)
+        optimizer = METHODS[job["method"]](build_optimizer(settings, model), job["every"])
     wire = optimizer.wire
-    batches = Batches(corpus.train, CONTEXT, BATCH, wire.rank, wire.size, seed)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, steps)
-        model(*batches.next()).backward()
-        if isinstance(optimizer, tw.GradientAverage):
-            optimizer.average()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = Batches(corpus.train, context, batch, wire.rank, wire.size, job["seed"])
+    train(model, optimizer, batches, settings, job["steps"])
     optimizer.finish()
-    with torch.no_grad():
-        losses = [
-            (float(model(x, y)) * y.numel(), y.numel())
-            for x, y in validation_batches(
-                corpus.validation, CONTEXT, 16, wire.rank, wire.size, VALIDATION_WINDOWS
-            )
-        ]
-    total, count = wire.agree([sum(a for a, _ in losses), sum(b for _, b in losses)], "sum")
+    loss = validate(model, corpus, wire, context=context, windows=windows)
     wire.close()
-    return total / count
+    return loss
 
 
-def report(results: list[dict[str, Any]], quick: bool) -> None:
-    rounds = sorted({r["every"] for r in results})
-    table: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in results:
-        cell = table.setdefault(record["method"], {}).setdefault(str(record["every"]), {})
-        cell.setdefault("seeds", []).append(round(record["loss"], 4))
-    for cells in table.values():
-        for cell in cells.values():
-            cell["mean"] = round(statistics.mean(cell["seeds"]), 4)
-            cell["spread"] = round(max(cell["seeds"]) - min(cell["seeds"]), 4)
-    print(f"{'method (outer lr / momentum)':30}" + "".join(f"  every={e:<9}" for e in rounds))
-    for name, cells in table.items():
-        waits = "waits" if name in BLOCKING else "never waits"
-        figures = (cells.get(str(e)) for e in rounds)
-        text = "".join(
-            f"  {c['mean']:.3f} ±{c['spread'] / 2:.3f}" if c else " " * 15 for c in figures
-        )
-        print(f"{name:30}{text}   {waits}")
-    print(json.dumps({"loss": table, "checks": checks(table, rounds), "quick": quick}))
-
-
-def checks(
-    table: dict[str, dict[str, dict[str, Any]]], rounds: list[int]
-) -> dict[str, dict[str, float]]:
-    """Overlapped over SlowMo (target <= 1.015), CO2 with the gap over without (target < 1)."""
-    found: dict[str, dict[str, float]] = {}
-    pairs = {
-        "overlapped / slowmo": ("overlapped 1/.5", "slowmo 1/.5"),
-        "co2 gap / no penalty": ("co2 1/.2, gap", "co2 1/.2, no penalty"),
+def report(records: list[Record], size: Size) -> None:
+    rounds = sorted({r["every"] for r in records})
+    losses: dict[str, dict[str, list[float]]] = {}
+    for record in records:
+        cells = losses.setdefault(record["method"], {})
+        cells.setdefault(str(record["every"]), []).append(record["loss"])
+    found = {
+        name: {every: over_seeds(each) for every, each in cells.items()}
+        for name, cells in losses.items()
     }
-    for label, (a, b) in pairs.items():
-        if a in table and b in table:
-            found[label] = {
-                str(e): round(table[a][str(e)]["mean"] / table[b][str(e)]["mean"], 4)
-                for e in rounds
-            }
-    return found
+    columns = [f"every={every}" for every in rounds]
+    table = Table("method (outer lr / momentum)", *columns, "", width=16)
+    for name, row in found.items():
+        shown = (row.get(str(every)) for every in rounds)
+        text = [f"{c['mean']:.3f} ±{c['spread'] / 2:.3f}" if c else "" for c in shown]
+        table.row(name, *text, "waits" if name in BLOCKING else "never waits")
+    end({"loss": found, "checks": checks(found)}, size)
+
+
+def checks(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Overlapped over SlowMo (target <= 1.015), CO2 with the gap over without (target < 1)."""
+    return {
+        label: {
+            every: round(found[a][every]["mean"] / found[b][every]["mean"], 4)
+            for every in found[a].keys() & found[b].keys()
+        }
+        for label, (a, b) in PAIRS.items()
+        if a in found and b in found
+    }
 
 
 if __name__ == "__main__":
-    worker("--quick" in sys.argv) if "RANK" in os.environ else main()
+    main()

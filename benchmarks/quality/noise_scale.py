@@ -1,7 +1,7 @@
 """The gradient noise scale: against the truth, from ranks and from micro-batches, and its cost.
 
-    python benchmarks/noise_scale.py             known problems, a GPT, the time it takes
-    python benchmarks/noise_scale.py --quick     fewer steps: under a minute
+    python -m benchmarks.quality.noise_scale             known problems, a GPT, the time it takes
+    python -m benchmarks.quality.noise_scale --quick     fewer steps
 
 Four real workers. Known: loss |w - sample|² / 2 with Gaussian samples, whose noise scale is known
 exactly, for three values of it. GPT: gpt-0.3m after some steps of AdamW; the truth at those weights
@@ -11,26 +11,23 @@ and without the hooks, alternating in one process. Prints tables and, as its las
 object: {"known": [...], "gpt": {...}, "cost": {...}}.
 """
 
-import argparse
-import json
 import math
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.lab import Lab
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.learning import joined
 from thinwire.train.corpus import load_corpus
 from thinwire.train.data import Batches, DataConfig
 from thinwire.train.models import ModelConfig, build_model
 
-RANKS, PASSES = 4, 2
+PASSES = 2
 VALUES, SPREAD = 1000, 1.0
 TRUE = (20.0, 131.5, 2000.0)
 BATCH, CONTEXT, LR = 4, 64, 2e-3
@@ -156,31 +153,29 @@ def cost(steps: int) -> dict[str, float]:
     return {"without_ms": plain, "with_ms": measured, "share": measured / plain - 1}
 
 
-def worker(quick: bool) -> None:
-    rank = tw.init().rank
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {"known": [known(true, 80 if quick else 400) for true in TRUE]}
-    sizes = (10, 40, 64) if quick else (150, 300, 2048)
-    found["gpt"] = gpt(*sizes)
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    tw.shutdown()
+def worker(size: Size) -> dict[str, Any]:
+    size = Size(size)
+    steps = size.of(full=400, quick=80, tiny=4)
+    trained, watched, sequences = size.of(full=(150, 300, 2048), quick=(10, 40, 64), tiny=(1, 4, 4))
+    with joined():
+        found: dict[str, Any] = {"known": [known(true, steps) for true in TRUE]}
+        found["gpt"] = gpt(trained, watched, sequences)
+        return found
 
 
 def report(found: dict[str, Any]) -> None:
-    print(f"{'':24}{'truth':>10}{'ranks':>22}{'micro-batches':>22}{'apart, in errors':>18}")
+    table = Table("", "truth", "ranks", "micro-batches", "apart, in errors", first=24, width=22)
     for name, entry in [
         *((f"known, {e['true']:g} samples", e) for e in found["known"]),
         ("gpt-0.3m, tokens", found["gpt"]),
     ]:
         (a, da), (b, db) = entry["ranks"], entry["micro-batches"]
         entry["off"] = {"ranks": a / entry["true"] - 1, "micro-batches": b / entry["true"] - 1}
-        entry["apart in errors"] = abs(a - b) / math.hypot(da, db)
+        entry["apart in errors"] = abs(a - b) / (math.hypot(da, db) or math.nan)
         cells = [
             f"{v:,.1f} ± {d:,.1f} ({v / entry['true'] - 1:+.0%})" for v, d in ((a, da), (b, db))
         ]
-        print(f"{name:24}{entry['true']:>10,.1f}{cells[0]:>22}{cells[1]:>22}", end="")
-        print(f"{entry['apart in errors']:>18.1f}")
+        table.row(name, f"{entry['true']:,.1f}", *cells, f"{entry['apart in errors']:.1f}")
     print(found["gpt"]["reading"])
     figures = found["cost"]
     print(
@@ -190,21 +185,14 @@ def report(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    lines: list[str] = []
-    with Lab(RANKS, None) as lab:
-        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit("\n".join([*lines[-5:], str(outcome)]))
-    found = next(json.loads(line) for line in lines if line.startswith("{"))
+    size = parser(__doc__).parse_args().size
+    ranks = size.of(full=4, quick=4, tiny=2)
+    found = on_hosts(worker, size, hosts=ranks, link=None)[0]
     torch.set_num_threads(1)
-    found["cost"] = cost(20 if quick else 150)
+    found["cost"] = cost(size.of(full=150, quick=20, tiny=4))
     report(found)
-    print(json.dumps(found | {"quick": quick}))
+    end(found, size)
 
 
 if __name__ == "__main__":
-    worker("--quick" in sys.argv) if "RANK" in os.environ else main()
+    main()

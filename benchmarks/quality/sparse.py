@@ -1,39 +1,34 @@
 """What sparse averaging costs in quality: validation loss at equal tokens, by delay and correction.
 
-    python benchmarks/sparse_quality.py             4 replicas, 480 steps, 3 seeds (an hour)
-    python benchmarks/sparse_quality.py --quick     60 steps, 1 seed, 4 methods: under a minute
-    python benchmarks/sparse_quality.py --only "5 %, delay 0" "5 %, delay 10, ema"
-    python benchmarks/sparse_quality.py --results FILE    keeps finished runs there, and skips them
+    python -m benchmarks.quality.sparse             4 replicas, 480 steps, 3 seeds (an hour)
+    python -m benchmarks.quality.sparse --quick     40 steps, 1 seed, 4 methods
+    python -m benchmarks.quality.sparse --only "5 %, delay 0" "5 %, delay 10, ema"
+    python -m benchmarks.quality.sparse --results FILE    keeps finished runs there, and skips them
 
-Four virtual replicas in one process (virtual.py; the optimizers are the real ones), a byte GPT of
-0.3M parameters on the Python standard library, AdamW inside, the mean of the replicas evaluated
-at the end (`finish()`), the same data, weights and learning rate for every method: those of
-quality.py. Prints a table and, as its last line, one JSON object: {"loss": {method: {"mean",
-"spread", "seeds", "apart"}}, "checks": {...}}. `apart` is how far the replicas are
-from their mean in the end, relative to its norm.
+Four virtual replicas in one process (harness/virtual.py; the optimizers are the real ones), a byte
+GPT of 0.3M parameters on the Python standard library, AdamW inside, the mean of the replicas
+evaluated at the end (`finish()`), the same data, weights and learning rate for every method: those
+of quality/local_updates.py. Prints a table and, as its last line, one JSON object: {"loss":
+{method: {"mean", "spread", "seeds", "apart"}}, "checks": {...}}. `apart` is how far the replicas
+are from their mean in the end, relative to its norm.
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from virtual import VirtualWorld  # isort: skip
-
 import thinwire as tw
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
-from thinwire.train.models import ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.results import Job, Record, Results, over_seeds, run_here
+from benchmarks.harness.virtual import train_virtual
+from thinwire.train.corpus import load_corpus
+from thinwire.train.data import DataConfig
+from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 
-REPLICAS, BATCH, CONTEXT, LR = 4, 4, 64, 2e-3
-VALIDATION_WINDOWS = 400
+LR = 2e-3
 
 Inner = torch.optim.Optimizer
 Make = Callable[[Inner, int], tw.WireOptimizer]  # (inner, steps) -> optimizer
@@ -68,96 +63,56 @@ CHECKS = {  # name: (method, over method), both of them means of the seeds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=METHODS, help="these methods")
-    parser.add_argument("--results", type=Path, help="a file of JSON lines")
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--only", nargs="+", choices=METHODS, help="these methods")
+    arguments.add_argument("--results", type=Path, help="a file of JSON lines")
+    given = arguments.parse_args()
     torch.set_num_threads(1)
-    steps, seeds = (60, 1) if given.quick else (480, given.seeds)
-    kept = given.results.read_text() if given.results and given.results.exists() else ""
-    results = [json.loads(line) for line in kept.splitlines()]
-    done = {(r["method"], r["seed"], r["steps"]) for r in results}
-    corpus = load_corpus(DataConfig())
-    for seed in range(seeds):
-        for name in QUICK if given.quick else given.only or METHODS:
-            if (name, seed, steps) in done:
-                continue
-            loss, apart = train(METHODS[name], corpus, steps, seed)
-            record = {"method": name, "seed": seed, "steps": steps, "loss": loss, "apart": apart}
-            results.append(record)
-            print(json.dumps(record), file=sys.stderr, flush=True)
-            if given.results:
-                with given.results.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-    report([r for r in results if r["steps"] == steps and r["method"] in METHODS], given.quick)
+    steps, seeds = given.size.of(full=(480, given.seeds), quick=(40, 1), tiny=(12, 1))
+    sizes = given.size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 4))
+    names = given.only or given.size.of(full=list(METHODS), quick=QUICK, tiny=QUICK)
+    jobs: list[Job] = [
+        {"method": name, "seed": seed, "steps": steps} for seed in range(seeds) for name in names
+    ]
+    corpus, results = load_corpus(DataConfig()), Results(given.results)
 
-
-def train(make: Make, corpus: Corpus, steps: int, seed: int) -> tuple[float, float]:
-    """Validation loss of the mean model, and how far apart the replicas were before it."""
-    world = VirtualWorld(REPLICAS)
-
-    def replica(rank: int) -> tuple[float, float]:
+    def train(job: Job) -> Record:
         settings = OptimizerConfig(lr=LR)
-        with world.lock:  # one random number generator for all threads
-            model = build_model(ModelConfig(), corpus.vocab, CONTEXT, seed)
-        inner = build_optimizer(settings, model)
-        optimizer = world.build(lambda: make(inner, steps))
-        batches = Batches(corpus.train, CONTEXT, BATCH, rank, REPLICAS, seed)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(settings, step, steps)
-            model(*batches.next()).backward()
-            if isinstance(optimizer, tw.GradientAverage):
-                optimizer.average()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        own = weights_of(model)
-        optimizer.finish()
-        mean = weights_of(model)
-        apart = float((own - mean).norm() / mean.norm())
-        return validate(model, corpus, rank, optimizer.wire), apart
+        batch, context, windows = sizes
+        found = train_virtual(
+            lambda model: METHODS[job["method"]](build_optimizer(settings, model), steps),
+            corpus,
+            replicas=given.size.of(full=4, quick=4, tiny=2),
+            steps=steps,
+            seed=job["seed"],
+            settings=settings,
+            batch=batch,
+            context=context,
+            windows=windows,
+        )
+        return {"loss": found["loss"], "apart": found["apart"]}
 
-    answers = world.run(replica)
-    return answers[0][0], statistics.mean(apart for _, apart in answers)
+    run_here(jobs, results, train)
+    report([r for r in results.records if r["steps"] == steps], given.size)
 
 
-def weights_of(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-@torch.no_grad()
-def validate(model: torch.nn.Module, corpus: Corpus, rank: int, wire: Any) -> float:
-    windows = validation_batches(corpus.validation, CONTEXT, 16, rank, REPLICAS, VALIDATION_WINDOWS)
-    losses = [(float(model(x, y)) * y.numel(), y.numel()) for x, y in windows]
-    total, count = wire.agree([sum(a for a, _ in losses), sum(b for _, b in losses)], "sum")
-    return float(total / count)
-
-
-def report(results: list[dict[str, Any]], quick: bool) -> None:
-    table: dict[str, dict[str, Any]] = {}
+def report(records: list[Record], size: Size) -> None:
+    found: dict[str, dict[str, Any]] = {}
     for name in METHODS:
-        runs = [r for r in results if r["method"] == name]
-        if not runs:
-            continue
-        losses = [round(r["loss"], 4) for r in runs]
-        table[name] = {
-            "mean": round(statistics.mean(losses), 4),
-            "spread": round(max(losses) - min(losses), 4),
-            "seeds": losses,
-            "apart": round(statistics.mean(r["apart"] for r in runs), 4),
-        }
-    print(f"{'method':32}{'loss':>9}{'':9}{'apart':>8}")
-    for name, cell in table.items():
-        print(f"{name:32}{cell['mean']:9.3f} ±{cell['spread'] / 2:.3f}  {cell['apart']:8.4f}")
+        if runs := [r for r in records if r["method"] == name]:
+            apart = round(statistics.mean(r["apart"] for r in runs), 4)
+            found[name] = over_seeds([r["loss"] for r in runs]) | {"apart": apart}
+    table = Table("method", "loss", "", "apart")
+    for name, cell in found.items():
+        spread = f"±{cell['spread'] / 2:.3f}"
+        table.row(name, f"{cell['mean']:.3f}", spread, f"{cell['apart']:.4f}")
     checks = {
-        label: round(table[a]["mean"] / table[b]["mean"], 4)
+        label: round(found[a]["mean"] / found[b]["mean"], 4)
         for label, (a, b) in CHECKS.items()
-        if a in table and b in table
+        if a in found and b in found
     }
-    print(json.dumps({"loss": table, "checks": checks, "quick": quick}))
+    end({"loss": found, "checks": checks}, size)
 
 
 if __name__ == "__main__":

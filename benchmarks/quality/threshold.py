@@ -1,39 +1,35 @@
 """What thresholds cost in quality: validation loss and bytes beside dense averaging.
 
-    python benchmarks/dct.py                   2 replicas, 600 steps, 3 seeds (an hour)
-    python benchmarks/dct.py --quick           60 steps, 1 seed, 3 methods: under a minute
-    python benchmarks/dct.py --only sgd        methods whose name has that in it
-    python benchmarks/dct.py --only sgd --seeds 1 --lr 0.1     another learning rate of SGD
-    python benchmarks/dct.py --results FILE    keeps finished runs there, and skips them
+    python -m benchmarks.quality.threshold                   2 replicas, 600 steps, 3 seeds
+    python -m benchmarks.quality.threshold --quick           60 steps, 1 seed, 3 methods
+    python -m benchmarks.quality.threshold --only sgd        methods whose name has that in it
+    python -m benchmarks.quality.threshold --only sgd --seeds 1 --lr 0.1     another rate of SGD
+    python -m benchmarks.quality.threshold --results FILE    keeps finished runs, and skips them
 
-Virtual replicas in one process (virtual.py; optimizers and codecs are the real ones), a byte GPT of
-0.3M parameters on the Python standard library, 4 windows of 64 tokens a replica and step, the same
-data, weights and schedule for every method. `share` is the least and the largest share of a bucket
-that was sent in any step, over the density asked for. Prints a table and, as its last line, one
-JSON object: {"loss": {method: {"mean", "spread", "seeds", "bytes"}}, "checks": {...}}.
+Virtual replicas in one process (harness/virtual.py; optimizers and codecs are the real ones), a
+byte GPT of 0.3M parameters on the Python standard library, 4 windows of 64 tokens a replica and
+step, the same data, weights and schedule for every method. `share` is the least and the largest
+share of a bucket that was sent in any step, over the density asked for. Prints a table and, as its
+last line, one JSON object: {"loss": {method: {"mean", "spread", "seeds", "bytes", "share"}},
+"checks": {...}}.
 """
 
 import argparse
-import json
-import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from virtual import VirtualWorld  # isort: skip
-
 import thinwire as tw
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.results import Job, Record, Results, over_seeds, run_here
+from benchmarks.harness.virtual import train_virtual
 from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
-from thinwire.train.models import ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
+from thinwire.train.data import DataConfig
+from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.wire.codecs import Threshold
 
-BATCH, CONTEXT, VALIDATION_WINDOWS = 4, 64, 400
 SGD, ADAMW = 0.3, 2e-3  # learning rates
 
 Method = tuple[float | None, Callable[[torch.nn.Module], tw.WireOptimizer]]
@@ -67,73 +63,63 @@ PAIRS = {"sgd": "sgd, dense", "adamw": "adamw, dense"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=SGD, help="of the SGD methods")
-    parser.add_argument("--results", type=Path, help="a file of JSON lines")
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", default="", help="methods with this in their name")
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--replicas", type=int, default=2)
+    arguments.add_argument("--lr", type=float, default=SGD, help="of the SGD methods")
+    arguments.add_argument("--results", type=Path, help="a file of JSON lines")
+    given = arguments.parse_args()
     torch.set_num_threads(1)
-    steps, seeds = (60, 1) if given.quick else (600, given.seeds)
-    kept = given.results.read_text() if given.results and given.results.exists() else ""
-    results = [json.loads(line) for line in kept.splitlines()]
-    done = {(r["method"], r["seed"], r["steps"], r["replicas"], r["lr"]) for r in results}
-    corpus = load_corpus(DataConfig())
-    names = [name for name in (QUICK if given.quick else METHODS) if given.only in name]
-    for seed in range(seeds):
-        for name in names:
-            lr = METHODS[name][0] or given.lr
-            if (name, seed, steps, given.replicas, lr) in done:
-                continue
-            record = {"method": name, "seed": seed, "steps": steps, "replicas": given.replicas}
-            make = METHODS[name][1]
-            record |= {"lr": lr} | train(make, lr, corpus, steps, seed, given.replicas)
-            results.append(record)
-            print(json.dumps(record), file=sys.stderr, flush=True)
-            if given.results:
-                with given.results.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-    mine = [r for r in results if (r["steps"], r["replicas"]) == (steps, given.replicas)]
+    corpus, results = load_corpus(DataConfig()), Results(given.results)
+    run_here(planned(given), results, lambda job: train(job, corpus, given.size))
+    steps = steps_of(given)[0]
+    mine = [r for r in results.records if (r["steps"], r["replicas"]) == (steps, given.replicas)]
     named = [r for r in mine if r["method"] in METHODS]
-    report([r for r in named if r["lr"] == (METHODS[r["method"]][0] or given.lr)], given.quick)
+    report([r for r in named if r["lr"] == (METHODS[r["method"]][0] or given.lr)], given.size)
 
 
-def train(
-    make: Callable[[torch.nn.Module], tw.WireOptimizer],
-    lr: float,
-    corpus: Corpus,
-    steps: int,
-    seed: int,
-    replicas: int,
-) -> dict[str, Any]:
-    """Validation loss, bytes a rank has sent, and the extremes of the share that was sent."""
-    world = VirtualWorld(replicas)
+def steps_of(given: argparse.Namespace) -> tuple[int, int]:
+    """Of a run, and the seeds."""
+    found: tuple[int, int] = given.size.of(full=(600, given.seeds), quick=(60, 1), tiny=(8, 1))
+    return found
 
-    def replica(rank: int) -> dict[str, Any]:
-        settings = OptimizerConfig(lr=lr)
-        with world.lock:  # one random number generator for all threads
-            model = build_model(ModelConfig(), corpus.vocab, CONTEXT, seed)
-        optimizer = world.build(lambda: make(model))
-        batches = Batches(corpus.train, CONTEXT, BATCH, rank, replicas, seed)
-        shares = []
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(settings, step, steps)
-            model(*batches.next()).backward()
-            if isinstance(optimizer, tw.GradientAverage):
-                optimizer.average()
-                shares += shares_of(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        sent = optimizer.account.bytes
-        optimizer.finish()
-        loss = validate(model, corpus, rank, optimizer.wire)
-        return {"loss": loss, "bytes": sent, "share": [min(shares), max(shares)] if shares else []}
 
-    return world.run(replica)[0]
+def planned(given: argparse.Namespace) -> list[Job]:
+    steps, seeds = steps_of(given)
+    names = METHODS if given.size is Size.FULL else QUICK
+    return [
+        {"method": name, "seed": seed, "steps": steps, "replicas": given.replicas}
+        | {"lr": METHODS[name][0] or given.lr}
+        for seed in range(seeds)
+        for name in names
+        if given.only in name
+    ]
+
+
+def train(job: Job, corpus: Corpus, size: Size) -> Record:
+    """Validation loss, bytes a rank has sent, and the extremes of the share that it sent."""
+    batch, context, windows = size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 4))
+    shares: list[float] = []
+
+    def averaged(optimizer: tw.GradientAverage) -> None:
+        if optimizer.wire.rank == 0:
+            shares.extend(shares_of(optimizer))
+
+    found = train_virtual(
+        METHODS[job["method"]][1],
+        corpus,
+        replicas=job["replicas"],
+        steps=job["steps"],
+        seed=job["seed"],
+        settings=OptimizerConfig(lr=job["lr"]),
+        batch=batch,
+        context=context,
+        windows=windows,
+        averaged=averaged,
+    )
+    share = [min(shares), max(shares)] if shares else []
+    return {"loss": found["loss"], "bytes": found["bytes"], "share": share}
 
 
 def shares_of(optimizer: tw.GradientAverage) -> list[float]:
@@ -142,45 +128,29 @@ def shares_of(optimizer: tw.GradientAverage) -> list[float]:
     return [c.share / c.density for c in codecs if isinstance(c, Threshold)]
 
 
-@torch.no_grad()
-def validate(model: torch.nn.Module, corpus: Corpus, rank: int, wire: tw.Wire) -> float:
-    windows = validation_batches(
-        corpus.validation, CONTEXT, 16, rank, wire.size, VALIDATION_WINDOWS
-    )
-    losses = [(float(model(x, y)) * y.numel(), y.numel()) for x, y in windows]
-    total, count = wire.agree([sum(a for a, _ in losses), sum(b for _, b in losses)], "sum")
-    return total / count
-
-
-def report(results: list[dict[str, Any]], quick: bool) -> None:
-    table: dict[str, dict[str, Any]] = {}
+def report(records: list[Record], size: Size) -> None:
+    found: dict[str, dict[str, Any]] = {}
     for name in METHODS:
-        runs = [r for r in results if r["method"] == name]
-        if runs:
-            losses = [round(r["loss"], 4) for r in runs]
-            table[name] = {
-                "mean": round(statistics.mean(losses), 4),
-                "spread": round(max(losses) - min(losses), 4),
-                "seeds": losses,
-                "bytes": runs[0]["bytes"],
-                "share": _extremes([r["share"] for r in runs if r["share"]]),
-            }
-    checks = {name: _against_dense(name, table) for name in table}
-    print(f"{'method':30}{'loss':>8}{'':8}{'over dense':>11}{'bytes, times less':>19}{'share':>14}")
-    for name, cell in table.items():
+        if runs := [r for r in records if r["method"] == name]:
+            share = _extremes([r["share"] for r in runs if r["share"]])
+            more = {"bytes": runs[0]["bytes"], "share": share}
+            found[name] = over_seeds([r["loss"] for r in runs]) | more
+    checks = {name: _against_dense(name, found) for name in found}
+    table = Table("method", "loss", "", "over dense", "bytes, times less", "share", width=14)
+    for name, cell in found.items():
         ratio, fewer = checks[name].get("loss", 1.0), checks[name].get("bytes", 1.0)
-        share = " - ".join(f"{s:.2f}" for s in cell["share"])
-        loss = f"{cell['mean']:8.3f} ±{cell['spread'] / 2:.3f}"
-        print(f"{name:30}{loss}{ratio:11.4f}{fewer:19.1f}{share:>16}")
-    print(json.dumps({"loss": table, "checks": checks, "quick": quick}))
+        losses = f"{cell['mean']:.3f}", f"±{cell['spread'] / 2:.3f}"
+        extremes = " - ".join(f"{s:.2f}" for s in cell["share"])
+        table.row(name, *losses, f"{ratio:.4f}", f"{fewer:.1f}", extremes)
+    end({"loss": found, "checks": checks}, size)
 
 
-def _against_dense(name: str, table: dict[str, dict[str, Any]]) -> dict[str, float]:
+def _against_dense(name: str, found: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Loss over that of the same optimizer with dense averaging, and how many times less bytes."""
-    dense = table.get(PAIRS[name.split(",")[0]])
+    dense = found.get(PAIRS[name.split(",")[0]])
     if dense is None:
         return {}
-    mine = table[name]
+    mine = found[name]
     return {
         "loss": round(mine["mean"] / dense["mean"], 4),
         "bytes": round(dense["bytes"] / mine["bytes"], 1),

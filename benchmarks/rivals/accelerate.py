@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foreign import Countdown, ForeignReplica
 from torch import nn
 
+from benchmarks.rivals.foreign import Countdown, ForeignReplica
 from thinwire.train.method import Method
 
 

@@ -1,13 +1,14 @@
 """`thinwire compare` with other libraries' methods among its own, in the same turns.
 
-    benchmarks/peers/venv.sh peers          an environment with all of them; torch 2.13.0
-    peers/bin/python benchmarks/peers/compare.py --methods ddp,overlapped,accelerate-local-sgd \\
+    benchmarks/rivals/venv.sh rivals        an environment with all of them; torch 2.13.0
+    rivals/bin/python -m benchmarks.rivals.compare --methods ddp,overlapped,accelerate-local-sgd \\
         --hosts 4 --rate 100mbit --set every=8
-    ... compare.py --quick                  all peers, 2 hosts, few steps
+    rivals/bin/python -m benchmarks.rivals.compare --quick        all rivals, 2 hosts, few steps
 
 All flags are those of `thinwire compare`, and so are the table, the report and the directory; the
-last line is one JSON object. A peer that is not installed, or cannot run here, has its place in the
-table with the reason. A worker that it takes down is started again without it.
+last line is one JSON object: {"methods": {"method rate": how much sooner than ddp, or why not}}. A
+rival that is not installed, or cannot run here, has its place in the table with the reason. A
+worker that it takes down is started again without it.
 
     accelerate-local-sgd   Hugging Face Accelerate's LocalSGD
     decent-dp              Decent-DP: every step with one neighbour, overlapped with the next
@@ -17,55 +18,55 @@ table with the reason. A worker that it takes down is started again without it.
     hivemind               hivemind.Optimizer over its DHT
 """
 
-import json
 import os
 import sys
 import time
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+from benchmarks.harness.arguments import Size, end, parser
+from benchmarks.rivals.accelerate import ACCELERATE
+from benchmarks.rivals.decent import DECENT
+from benchmarks.rivals.deepspeed import DEEPSPEED
+from benchmarks.rivals.hivemind import HIVEMIND
+from benchmarks.rivals.torchft import TORCHFT_DILOCO, TORCHFT_LOCAL_SGD
+from thinwire.compare.heat import Heat, HeatWorker
+from thinwire.compare.launch import compare
+from thinwire.compare.results import gather
+from thinwire.errors import ThinwireError
+from thinwire.train.methods import METHODS
 
-from accelerate_peer import ACCELERATE  # noqa: E402
-from decent_peer import DECENT  # noqa: E402
-from deepspeed_peer import DEEPSPEED  # noqa: E402
-from hivemind_peer import HIVEMIND  # noqa: E402
-from torchft_peer import TORCHFT_DILOCO, TORCHFT_LOCAL_SGD  # noqa: E402
-
-from thinwire.compare import heat, launch  # noqa: E402
-from thinwire.compare.results import gather  # noqa: E402
-from thinwire.errors import ThinwireError  # noqa: E402
-from thinwire.train.methods import METHODS  # noqa: E402
-
-PEERS = (ACCELERATE, DECENT, DEEPSPEED, TORCHFT_LOCAL_SGD, TORCHFT_DILOCO, HIVEMIND)
-QUICK = ["--hosts", "2", "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "2", "--steps", "24"]
+RIVALS = (ACCELERATE, DECENT, DEEPSPEED, TORCHFT_LOCAL_SGD, TORCHFT_DILOCO, HIVEMIND)
+ALL = ["--methods", ",".join(["ddp", *(rival.name for rival in RIVALS)]), "--hosts", "2"]
+QUICK = [*ALL, "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "2", "--steps", "24"]
 QUICK += ["--context", "64", "--evals", "3", "--eval-windows", "16", "--set", "every=4"]
+TINY = [*ALL, "--rate", "50mbit", "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "1"]
+TINY += ["--context", "16", "--steps", "4", "--evals", "1", "--eval-windows", "4"]
+TINY += ["--set", "every=2", "--overtime", "1", "--timed", "0"]
 
 
-def main(argv: list[str]) -> int:
-    METHODS.update({peer.name: peer for peer in PEERS})
+def main() -> int:
+    METHODS.update({rival.name: rival for rival in RIVALS})
     if "RANK" in os.environ:
         worker()
-    if "--quick" in argv:
-        argv = [word for word in argv if word != "--quick"]
-        argv = ["--methods", ",".join(["ddp", *(peer.name for peer in PEERS)]), *QUICK, *argv]
-    if "--run" not in argv:
-        argv += ["--run", f"runs/peers-{time.strftime('%Y%m%d-%H%M%S')}"]
+    given, flags = parser(__doc__).parse_known_args()
+    flags = [*given.size.of(full=[], quick=QUICK, tiny=TINY), *flags]
+    if "--run-dir" not in flags:
+        flags += ["--run-dir", f"runs/rivals-{time.strftime('%Y%m%d-%H%M%S')}"]
     try:
-        code = launch.compare(argv, worker=[sys.executable, str(Path(__file__).resolve())])
+        code = compare(flags, worker=[sys.executable, "-m", "benchmarks.rivals.compare"])
     except ThinwireError as error:
         sys.exit(f"{error}")
-    comparison = gather(Path(argv[argv.index("--run") + 1]))
-    print(json.dumps({f"{c.method} {c.rate}": c.message or c.sooner for c in comparison.cells}))
-    return code
+    cells = gather(Path(flags[flags.index("--run-dir") + 1])).cells
+    end({"methods": {f"{c.method} {c.rate}": c.message or c.sooner for c in cells}}, given.size)
+    return 0 if given.size is Size.TINY else code
 
 
 def worker() -> None:
-    """Ends at once when all is done: threads and processes of some peers would outlive it."""
+    """Ends at once when all is done: threads and processes of some rivals would outlive it."""
     code = 1
     try:
-        runner = heat.HeatWorker(heat.Heat.read(Path(sys.argv[1])))
+        runner = HeatWorker(Heat.read(Path(sys.argv[1])))
         code = runner.run()
         runner.control.barrier()
         code = 128 + code if code else 0
@@ -77,4 +78,4 @@ def worker() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -77,7 +77,7 @@ class Steps:
             some = [p for _, p in named if id(p) in wanted]
             if some:
                 groups.append({**group, "params": some})
-        self.made.append(type(self._inner)(groups))
+        self.made.append(type(self._inner)(groups))  # type: ignore[call-arg]
         return self.made[-1]
 
     @property

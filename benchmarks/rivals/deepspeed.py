@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_mends import mended_deepspeed
-from foreign import ForeignReplica
 from torch import Tensor, nn
 
+from benchmarks.rivals.deepspeed_mends import mended_deepspeed
+from benchmarks.rivals.foreign import ForeignReplica
 from thinwire.train.method import Method
 from thinwire.wire.account import Account
 

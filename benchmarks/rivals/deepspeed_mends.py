@@ -50,4 +50,4 @@ def _gather_scalars() -> None:
         return original(tensor_list, tensor.view(-1) if tensor.dim() == 0 else tensor, **rest)
 
     all_gather.takes_scalars = True  # type: ignore[attr-defined]
-    dist.all_gather = all_gather
+    dist.all_gather = all_gather  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# benchmarks/peers/deepspeed_venv.sh DIR: an environment with DeepSpeed 0.19.6, the last release that
+# benchmarks/rivals/deepspeed_venv.sh DIR: an environment with DeepSpeed 0.19.6, the last release that
 # has OneBitAdam, and this thinwire, on the CPU build of torch 2.13.0. Nothing is compiled.
 set -eu
-target=${1:?say where: benchmarks/peers/deepspeed_venv.sh DIR}
+target=${1:?say where: benchmarks/rivals/deepspeed_venv.sh DIR}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 "${PYTHON:-python3}" -m venv "$target"
 pip=("$target/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foreign import Countdown, ForeignReplica, own_address
 from torch import nn
 
+from benchmarks.rivals.foreign import Countdown, ForeignReplica, own_address
 from thinwire.train.method import Method
 from thinwire.wire.wire import Wire
 from thinwire.wire.world import current

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from foreign import Countdown, ForeignReplica, own_address
 from torch import nn
 
+from benchmarks.rivals.foreign import Countdown, ForeignReplica, own_address
 from thinwire.train.method import Method
 from thinwire.wire.world import current
 
@@ -22,7 +22,7 @@ _WAIT = timedelta(seconds=300)
 
 
 @dataclass
-class LocalSettings:
+class TorchftSettings:
     """torchft's LocalSGD."""
 
     every: int = 8
@@ -30,7 +30,7 @@ class LocalSettings:
 
 
 @dataclass
-class DiLoCoSettings(LocalSettings):
+class TorchftDiLoCoSettings(TorchftSettings):
     """torchft's DiLoCo."""
 
     outer_lr: float = 0.7
@@ -84,13 +84,13 @@ def _manager() -> Any:
 
 class TorchftReplica(ForeignReplica):
     def __init__(
-        self, module: nn.Module, inner: torch.optim.Optimizer, settings: LocalSettings
+        self, module: nn.Module, inner: torch.optim.Optimizer, settings: TorchftSettings
     ) -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
 
         super().__init__(module, inner)
         self._manager = _manager()
-        if isinstance(settings, DiLoCoSettings):
+        if isinstance(settings, TorchftDiLoCoSettings):
             outer = torch.optim.SGD(
                 module.parameters(),
                 lr=settings.outer_lr,
@@ -115,8 +115,8 @@ def _build(module: nn.Module, inner: torch.optim.Optimizer, settings: Any, group
 
 
 TORCHFT_LOCAL_SGD = Method(
-    "torchft-local-sgd", "torchft's LocalSGD", LocalSettings, _build, shardable=False
+    "torchft-local-sgd", "torchft's LocalSGD", TorchftSettings, _build, shardable=False
 )
 TORCHFT_DILOCO = Method(
-    "torchft-diloco", "torchft's DiLoCo", DiLoCoSettings, _build, shardable=False
+    "torchft-diloco", "torchft's DiLoCo", TorchftDiLoCoSettings, _build, shardable=False
 )

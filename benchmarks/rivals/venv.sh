@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# benchmarks/peers/venv.sh DIR: an environment with all peers of compare.py and this thinwire, on
-# torch 2.13.0. A peer that cannot be installed is named at the end; the others stay, and
+# benchmarks/rivals/venv.sh DIR: an environment with all rivals of compare.py and this thinwire, on
+# torch 2.13.0. A rival that cannot be installed is named at the end; the others stay, and
 # compare.py says in its table what is missing.
 set -eu
-target=${1:?say where: benchmarks/peers/venv.sh DIR}
+target=${1:?say where: benchmarks/rivals/venv.sh DIR}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 "${PYTHON:-python3}" -m venv "$target"
 pip=("$target/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
 # PyPI's torch brings CUDA along. The CPU builds have an index of their own, for those who can reach it:
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu benchmarks/peers/venv.sh DIR
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu benchmarks/rivals/venv.sh DIR
 "${pip[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch 'setuptools<81' wheel numpy
 "${pip[@]}" -e "$root"
 missing=()

@@ -1,38 +1,38 @@
 """How much of the compute's speed a pipeline keeps on a slow link.
 
-    python benchmarks/pipeline_speed.py             2 stages, 3.2M parameters, 100 Mbit/s and 10 ms
-    python benchmarks/pipeline_speed.py --replicas 2    2 x 2: replicas average, too
-    python benchmarks/pipeline_speed.py --quick     1 repetition, fewer contenders, under a minute
+    python -m benchmarks.speed.pipeline                2 stages, 3.2M parameters, 100 Mbit/s, 10 ms
+    python -m benchmarks.speed.pipeline --replicas 2   2 x 2: replicas average, too
+    python -m benchmarks.speed.pipeline --quick        one turn each, fewer pipelines
 
 Emulated hosts in the lab, one stage each, real sockets. With two replicas those of torch average
 every gradient and those of thinwire 5 % of their weights (SparseAverage). Every rank holds all
-contenders at once and they take turns, several times over; a turn's first updates (the warm-up) and
+pipelines at once and they take turns, several times over; a turn's first updates (the warm-up) and
 its last ones (the drain) are not timed. The figure is the median time of 4 micro-batches in a row,
 over all turns, of the slower rank: neighbours on the machine slow single ones at random.
 
-`compute` is the yardstick: both stages at once, each on values of its own, forward, backward and
+`compute` is the baseline: both stages at once, each on values of its own, forward, backward and
 step for every micro-batch, nothing sent. torch's schedules send float32 and flush before every
 update of 4 micro-batches. Prints a table and, as its last line, one JSON object:
-{"figures": {contender: {"ms_per_micro_batch", "tokens_per_s", ...}}, "checks": {...}}.
+{"figures": {pipeline: {"ms_per_micro_batch", "tokens_per_s", ...}}, "checks": {...}}.
 """
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import thinwire as tw
-from thinwire.lab import Lab, Link
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.interleaved import Shape, interleave
+from benchmarks.harness.learning import joined
+from thinwire.lab import Link
+from thinwire.optim import GradientAverage, SparseAverage
 from thinwire.pipeline import AsyncPipeline, Record, TorchPipeline, split
 from thinwire.pipeline.stage import ClippedStep
 from thinwire.train.corpus import Corpus, load_corpus
@@ -43,20 +43,30 @@ from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense, Int8
 from thinwire.wire.wire import Wire
 
-MODEL, BATCH, CONTEXT, WIDTH, STAGES, CUTS, PER_UPDATE = "gpt-3m", 8, 128, 256, 2, [3], 4
+STAGES, CUTS, PER_UPDATE = 2, [3], 4
+SHAPES = {
+    Size.FULL: Shape("gpt-3m", batch=8, context=128),
+    Size.QUICK: Shape("gpt-3m", batch=8, context=128),
+    Size.TINY: Shape("gpt-0.3m", batch=1, context=16),
+}
 BF16 = Dense(torch.bfloat16)
+BOTH = {"codec": BF16, "gradient_codec": BF16}
 
-Make = Callable[[nn.Module, torch.optim.Optimizer, DeviceMesh], Any]
+Make = Callable[[nn.Module, torch.optim.Optimizer, DeviceMesh, Tensor], Any]
+"""(module, optimizer, mesh, values of the shape that passes between stages) -> a pipeline."""
 
 
 class Compute:
     """A stage on its own: what the pipeline could do at best."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        self.module, self.optimizer, self.stage = module, optimizer, stage
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, values: Tensor
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.stage = mesh["stage"].get_local_rank()
         self.account = Account()
         self._step = ClippedStep(module, optimizer, 1.0, self.account)
-        self._values = torch.randn(BATCH, CONTEXT, WIDTH)
+        self._values = values
 
     def train(self, batches: Iterator[tuple[Tensor, Tensor]], updates: int) -> Iterator[Record]:
         for update in range(updates):
@@ -71,7 +81,7 @@ class Compute:
 
 
 @dataclass
-class Contender:
+class TimedPipeline:
     make: Make
     updates: int
     skip: int
@@ -83,13 +93,16 @@ class Contender:
     exposed: list[float] = field(default_factory=list)
     """Seconds waited per micro-batch, for each turn."""
 
-    def prepare(self, corpus: Corpus, mesh: DeviceMesh) -> None:
-        model = build_model(ModelConfig(model=MODEL, tied="no"), corpus.vocab, CONTEXT, seed=0)
+    def prepare(self, shape: Shape, corpus: Corpus, mesh: DeviceMesh) -> None:
+        config = ModelConfig(model=shape.model, tied="no")
+        model = build_model(config, corpus.vocab, shape.context, seed=0)
+        values = torch.randn(shape.batch, shape.context, model.config.width)
         module = split(model, STAGES, at=CUTS)[mesh["stage"].get_local_rank()]
-        self.pipe = self.make(module, torch.optim.AdamW(module.parameters(), lr=1e-3), mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        self.pipe = self.make(module, optimizer, mesh, values)
         replicas = mesh["replica"]
         reader = replicas.get_local_rank(), replicas.size()
-        source = Batches(corpus.train, CONTEXT, BATCH, *reader, seed=0)
+        source = Batches(corpus.train, shape.context, shape.batch, *reader, seed=0)
         self._batches = iter(source.next, None)
 
     def turn(self, control: Wire) -> None:
@@ -111,19 +124,23 @@ class Contender:
         return statistics.median(value for turn in self.turns for value in turn)
 
 
-def asynchronous(updates: int, **settings: Any) -> Contender:
-    def make(module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh) -> AsyncPipeline:
+def asynchronous(updates: int, **settings: Any) -> TimedPipeline:
+    def make(
+        module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, values: Tensor
+    ) -> AsyncPipeline:
         several = mesh["replica"].size() > 1
-        optimizer = tw.SparseAverage(inner, group=mesh["replica"]) if several else inner
+        optimizer = SparseAverage(inner, group=mesh["replica"]) if several else inner
         return AsyncPipeline(module, optimizer, group=mesh["stage"], loss=token_loss, **settings)
 
-    return Contender(make, updates, skip=4 + settings.get("lead", 0))
+    return TimedPipeline(make, updates, skip=4 + settings.get("lead", 0))
 
 
-def synchronous(schedule: Literal["gpipe", "1f1b"], updates: int) -> Contender:
-    def make(module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh) -> TorchPipeline:
+def synchronous(schedule: Literal["gpipe", "1f1b"], updates: int) -> TimedPipeline:
+    def make(
+        module: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, values: Tensor
+    ) -> TorchPipeline:
         several = mesh["replica"].size() > 1
-        optimizer = tw.GradientAverage(inner, group=mesh["replica"]) if several else inner
+        optimizer = GradientAverage(inner, group=mesh["replica"]) if several else inner
         return TorchPipeline(
             module,
             optimizer,
@@ -133,102 +150,90 @@ def synchronous(schedule: Literal["gpipe", "1f1b"], updates: int) -> Contender:
             accumulate=PER_UPDATE,
         )
 
-    return Contender(make, updates, skip=1, micro_batches=PER_UPDATE)
+    return TimedPipeline(make, updates, skip=1, micro_batches=PER_UPDATE)
 
 
-def alone(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Compute:
-    return Compute(module, optimizer, mesh["stage"].get_local_rank())
-
-
-def contenders(quick: bool) -> dict[str, Contender]:
-    few, many = (4, 20) if quick else (6, 30)
-    compute = Contender(alone, many, skip=1)
-    both = {"codec": BF16, "gradient_codec": BF16}
+def pipelines(size: Size) -> dict[str, TimedPipeline]:
+    few, many = size.of(full=(6, 30), quick=(4, 20), tiny=(4, 16))
     found = {
-        "compute": compute,
+        "compute": TimedPipeline(Compute, many, skip=1),
         "torch 1f1b": synchronous("1f1b", few),
         "torch gpipe": synchronous("gpipe", few),
         "async, fp32": asynchronous(many),
         "async, fp32, lead 2": asynchronous(many, lead=2),
-        "async, bf16": asynchronous(many, **both),
-        "async, bf16, lead 1": asynchronous(many, lead=1, **both),
-        "async, bf16, lead 2": asynchronous(many, lead=2, **both),
+        "async, bf16": asynchronous(many, **BOTH),
+        "async, bf16, lead 1": asynchronous(many, lead=1, **BOTH),
+        "async, bf16, lead 2": asynchronous(many, lead=2, **BOTH),
         "async, int8, lead 1": asynchronous(many, lead=1, codec=Int8(), gradient_codec=Int8()),
     }
     kept = ("compute", "torch 1f1b", "async, fp32", "async, bf16, lead 1")
-    return {name: found[name] for name in kept} if quick else found
+    return found if size is Size.FULL else {name: found[name] for name in kept}
 
 
-def worker(quick: bool) -> None:
-    world = tw.init(timeout=120)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    corpus = load_corpus(DataConfig())
-    control = Wire(name="race")
-    mesh = make_mesh(world, STAGES)
-    racing = contenders(quick)
-    for contender in racing.values():
-        contender.prepare(corpus, mesh)
-    for _ in range(1 if quick else 5):
-        for contender in racing.values():
-            contender.turn(control)
-    figures = {}
-    for name, contender in racing.items():
-        exposed = statistics.median(contender.exposed)
-        slowest, exposed = control.agree([contender.seconds, exposed])
-        figures[name] = {
-            "ms_per_micro_batch": round(1000 * slowest, 1),
-            "tokens_per_s": round(mesh["replica"].size() * BATCH * CONTEXT / slowest),
-            "exposed_ms": round(1000 * exposed, 1),
-            "turns_ms": [round(1000 * statistics.median(turn), 1) for turn in contender.turns],
-        }
-    if world.rank == 0:
-        print(json.dumps(figures), flush=True)
-    tw.shutdown()
+def worker(size: Size) -> dict[str, dict[str, Any]]:
+    size = Size(size)
+    shape = SHAPES[size]
+    with joined() as world:
+        torch.manual_seed(0)
+        corpus = load_corpus(DataConfig())
+        control = Wire(name="turns")
+        mesh = make_mesh(world, STAGES)
+        timed = pipelines(size)
+        for each in timed.values():
+            each.prepare(shape, corpus, mesh)
+        turns = [partial(each.turn, control) for each in timed.values()]
+        interleave(turns, size.of(full=5, quick=1, tiny=1))
+        tokens = mesh["replica"].size() * shape.batch * shape.context
+        return {name: figures(each, tokens, control) for name, each in timed.items()}
+
+
+def figures(timed: TimedPipeline, tokens: int, control: Wire) -> dict[str, Any]:
+    slowest, exposed = control.agree([timed.seconds, statistics.median(timed.exposed)])
+    return {
+        "ms_per_micro_batch": round(1000 * slowest, 1),
+        "tokens_per_s": round(tokens / slowest),
+        "exposed_ms": round(1000 * exposed, 1),
+        "turns_ms": [round(1000 * statistics.median(turn), 1) for turn in timed.turns],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--delay", default="10ms")
-    given = parser.parse_args()
-    lines: list[str] = []
-    with Lab(STAGES * given.replicas, Link.of(given.rate, delay=given.delay)) as lab:
-        lab.check()
-        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit("\n".join([*lines, str(outcome)]))
-    figures = json.loads(next(line for line in lines if line.startswith("{")))
-    report(figures, f"{given.replicas} replicas, {given.rate}, {given.delay}", given.quick)
+    arguments = parser(__doc__)
+    arguments.add_argument("--replicas", type=int, default=1)
+    arguments.add_argument("--rate", default="100mbit")
+    arguments.add_argument("--delay", default="10ms")
+    given = arguments.parse_args()
+    link, check = Link.of(given.rate, delay=given.delay), given.size is not Size.TINY
+    hosts = STAGES * given.replicas
+    found = on_hosts(worker, given.size, hosts=hosts, link=link, check=check)[0]
+    report(found, f"{given.replicas} replicas, {given.rate}, {given.delay}", given.size)
 
 
-def report(figures: dict[str, dict[str, Any]], link: str, quick: bool) -> None:
-    print(f"{STAGES} stages, {MODEL}, micro-batches of {BATCH} x {CONTEXT}, {link}")
-    print(f"{'':24}{'ms/micro-batch':>16}{'tokens/s':>10}{'of compute':>12}{'of torch 1f1b':>15}")
-    for name, f in figures.items():
-        of_compute = f["tokens_per_s"] / figures["compute"]["tokens_per_s"]
-        of_torch = f["tokens_per_s"] / figures["torch 1f1b"]["tokens_per_s"]
-        print(
-            f"{name:24}{f['ms_per_micro_batch']:16.1f}{f['tokens_per_s']:10d}"
-            f"{of_compute:12.3f}{of_torch:15.2f}"
-        )
-    print(json.dumps({"figures": figures, "checks": checks(figures), "quick": quick}))
+def report(found: dict[str, dict[str, Any]], link: str, size: Size) -> None:
+    shape = SHAPES[size]
+    print(
+        f"{STAGES} stages, {shape.model}, micro-batches of {shape.batch} x {shape.context}, {link}"
+    )
+    table = Table("", "ms/micro-batch", "tokens/s", "of compute", "of torch 1f1b", first=24)
+    for name, f in found.items():
+        shares = (f"{f['tokens_per_s'] / found[of]['tokens_per_s']:.3f}" for of in BASELINES)
+        table.row(name, f"{f['ms_per_micro_batch']:.1f}", f"{f['tokens_per_s']}", *shares)
+    end({"figures": found, "checks": checks(found)}, size)
 
 
-def checks(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+BASELINES = ("compute", "torch 1f1b")
+
+
+def checks(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Targets: at least 1.3 of torch's 1F1B, and at least 0.9 of the compute."""
     return {
         name: {
-            "of torch 1f1b": round(f["tokens_per_s"] / figures["torch 1f1b"]["tokens_per_s"], 3),
-            "of compute": round(f["tokens_per_s"] / figures["compute"]["tokens_per_s"], 3),
+            f"of {of}": round(f["tokens_per_s"] / found[of]["tokens_per_s"], 3) for of in BASELINES
         }
-        for name, f in figures.items()
+        for name, f in found.items()
         if name.startswith("async")
     }
 
 
 if __name__ == "__main__":
-    worker("--quick" in sys.argv) if "RANK" in os.environ else main()
+    main()

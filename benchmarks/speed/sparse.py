@@ -1,72 +1,71 @@
 """How much of the compute's speed sparse averaging keeps on a slow link.
 
-    python benchmarks/sparse_speed.py             2 workers, 3.2M parameters, 100 Mbit/s
-    python benchmarks/sparse_speed.py --quick     2 repetitions of few steps
+    python -m benchmarks.speed.sparse             2 workers, 3.2M parameters, 100 Mbit/s
+    python -m benchmarks.speed.sparse --quick     1M parameters, one repetition of few steps
 
-Two emulated hosts in the lab, real sockets, methods interleaved in one run (see side_by_side.py).
+Two emulated hosts in the lab, real sockets, methods interleaved (harness/interleaved.py).
 Efficiency is tokens/s over the same loop with no communication. `all weights` averages everything
 at every step and waits for it; `ddp` averages gradients, as PyTorch does. Prints a table and, as
 its last line, one JSON object: {"rate", "figures": {method: {"ms_per_step", "efficiency",
 "exposed_ms_per_step", "mb_per_step"}}}.
 """
 
-import argparse
-import json
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contender, compete, in_lab, method  # isort: skip
-
-import thinwire as tw
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.interleaved import Figures, Shape, TimedMethod, method, time_methods
+from benchmarks.harness.learning import joined
 from thinwire.lab import Link
 
-MODEL, BATCH, CONTEXT, RATE, DELAY = "gpt-3m", 8, 128, "100mbit", 10
+SHAPES = {
+    Size.FULL: Shape("gpt-3m", batch=8, context=128),
+    Size.QUICK: Shape("gpt-1m", batch=8, context=128),
+    Size.TINY: Shape("gpt-0.3m", batch=1, context=16),
+}
 
 
-def contenders(timed: int) -> list[Contender]:
+def methods_of(timed: int, delay: int) -> list[TimedMethod]:
     """The untimed steps of a turn bring as many rounds into the air as there are in a long run."""
-    late = {"averaging_delay": DELAY}
+    late = {"averaging_delay": delay}
     every = {"fraction": 1.0, "averaging_delay": 0}
+    few = max(1, timed // 4)
+    bf16 = method("sparse-average", codec="bf16", **late)
     return [
-        Contender("none", method("none"), 2, timed),
-        Contender("sparse, fp32", method("sparse-average", **late), DELAY + 2, timed),
-        Contender("sparse, bf16", method("sparse-average", codec="bf16", **late), DELAY + 2, timed),
-        Contender("sparse, blocking", method("sparse-average", averaging_delay=0), 2, timed),
-        Contender("all weights", method("sparse-average", **every), 1, timed // 4),
-        Contender("ddp", method("ddp"), 1, timed // 4),
+        TimedMethod("none", method("none"), 2, timed),
+        TimedMethod("sparse, fp32", method("sparse-average", **late), delay + 2, timed),
+        TimedMethod("sparse, bf16", bf16, delay + 2, timed),
+        TimedMethod("sparse, blocking", method("sparse-average", averaging_delay=0), 2, timed),
+        TimedMethod("all weights", method("sparse-average", **every), 1, few),
+        TimedMethod("ddp", method("ddp"), 1, few),
     ]
 
 
-def worker(repetitions: int, timed: int) -> None:
-    entered = contenders(timed)
-    figures = compete(entered, repetitions, model=MODEL, batch=BATCH, context=CONTEXT)
-    for contender in entered:
-        account = contender.replica.account
-        sent = account.bytes / max(1, account.steps)
-        figures[contender.name]["mb_per_step"] = round(sent / 1e6, 3)
-    if os.environ["RANK"] == "0":
-        print(json.dumps(figures), flush=True)
-    tw.shutdown()
+def worker(delay: int, size: Size) -> Figures:
+    size = Size(size)
+    repetitions, timed = size.of(full=(4, 16), quick=(1, 8), tiny=(1, 1))
+    methods = methods_of(timed, delay)
+    with joined() as world:
+        figures = time_methods(methods, repetitions, SHAPES[size], world)
+        for each in methods:
+            account = each.replica.account
+            sent = account.bytes / max(1, account.steps)
+            figures[each.name]["mb_per_step"] = round(sent / 1e6, 3)
+        return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rate", default=RATE)
-    given = parser.parse_args()
-    turns = ["2", "8"] if given.quick else ["4", "16"]
-    figures, _ = in_lab(__file__, turns, 2, Link.of(given.rate, delay="1ms"))
-    print(f"2 workers, {MODEL}, {given.rate}, delay {DELAY} steps")
-    print(f"  {'method':20}{'ms/step':>10}{'efficiency':>12}{'exposed ms':>12}{'MB/step':>10}")
+    arguments = parser(__doc__)
+    arguments.add_argument("--rate", default="100mbit")
+    given = arguments.parse_args()
+    delay = given.size.of(full=10, quick=10, tiny=2)
+    link, check = Link.of(given.rate, delay="1ms"), given.size is not Size.TINY
+    figures = on_hosts(worker, delay, given.size, hosts=2, link=link, check=check)[0]
+    print(f"2 workers, {SHAPES[given.size].model}, {given.rate}, delay {delay} steps")
+    table = Table("  method", "ms/step", "efficiency", "exposed ms", "MB/step", first=20)
     for name, f in figures.items():
-        print(
-            f"  {name:20}{f['ms_per_step']:10.1f}{f['efficiency']:12.3f}"
-            f"{f['exposed_ms_per_step']:12.1f}{f['mb_per_step']:10.3f}"
-        )
-    print(json.dumps({"rate": given.rate, "figures": figures}))
+        paces = f"{f['ms_per_step']:.1f}", f"{f['efficiency']:.3f}"
+        table.row(f"  {name}", *paces, f"{f['exposed_ms_per_step']:.1f}", f"{f['mb_per_step']:.3f}")
+    end({"rate": given.rate, "figures": figures}, given.size)
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), int(sys.argv[2])) if "RANK" in os.environ else main()
+    main()

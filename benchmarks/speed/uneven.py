@@ -1,7 +1,8 @@
 """What one slow replica, or one slow link, costs the other replicas.
 
-    python benchmarks/uneven.py             3 workers, 120 steps, each case under each method
-    python benchmarks/uneven.py --quick     36 steps of the first case
+    python -m benchmarks.speed.uneven                3 workers, 120 steps, all cases and methods
+    python -m benchmarks.speed.uneven --case thin    this case only
+    python -m benchmarks.speed.uneven --quick        36 steps of the first case or the one given
 
 Three emulated hosts in the lab, 100 Mbit/s, a GPT of 0.3M parameters. This machine has fewer cores
 than hosts, so most of a step is sleep: PACE seconds, which stand for the compute of a larger model,
@@ -15,37 +16,29 @@ Methods: ddp; sparse averaging (5 %, at most 10 steps in the air) that lands by 
 arrival. Times are those of the others, all but the last replica, until their last step is done: for
 all steps, and for the first 2 * DELAY, in which a replica of half speed falls back by as much as is
 allowed. `ahead` is the most steps any of them was ahead of the last replica. Prints a table and, as
-its last line, one JSON object: {case: {method: {"others", "first", "last", "ahead", "lag",
-"exposed", "val_loss"}}}.
+its last line, one JSON object: {"cases": {case: {method: {"others", "first", "last", "ahead",
+"lag", "exposed", "val_loss"}}}}.
 """
 
-import argparse
 import bisect
-import json
-import os
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import method  # isort: skip
-
-import thinwire as tw
-from thinwire.lab import Lab, Link
-from thinwire.train.corpus import Corpus, load_corpus
-from thinwire.train.data import Batches, DataConfig, validation_batches
+from benchmarks.harness.arguments import Size, Table, end, parser
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.interleaved import method
+from benchmarks.harness.learning import joined, set_learning_rate, take_step, validate
+from thinwire.lab import Link
+from thinwire.train.corpus import load_corpus
+from thinwire.train.data import Batches, DataConfig
 from thinwire.train.models import ModelConfig, build_model
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer, learning_rate
-from thinwire.train.replica import Replica
+from thinwire.train.optimizers import OptimizerConfig, build_optimizer
+from thinwire.wire.wire import Wire
 
-WORKERS, BATCH, CONTEXT, LR, DELAY = 3, 4, 64, 2e-3, 10
+WORKERS, LR, DELAY = 3, 2e-3, 10
 PACE = 0.15  # seconds
 STALL, STALLED_STEPS = 1 / 20, 6
-VALIDATION_WINDOWS = 400
 LAST = WORKERS - 1
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
@@ -56,29 +49,29 @@ CASES = ("half", "stalls", "thin")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--case", choices=CASES, help="this case only")
-    given = parser.parse_args()
-    steps = 36 if given.quick else 120
-    cases = [given.case or "half"] if given.quick or given.case else CASES
-    table = {case: {name: measure(case, name, steps) for name in METHODS} for case in cases}
-    print(json.dumps(table))
+    arguments = parser(__doc__)
+    arguments.add_argument("--case", choices=CASES, help="this case only")
+    given = arguments.parse_args()
+    every_case = given.size is Size.FULL and not given.case
+    names = given.size.of(full=list(METHODS), quick=list(METHODS), tiny=["sparse, on arrival"])
+    columns = ("others s", "first s", "last s", "ahead", "exposed s", "val loss")
+    table = Table("case, method", *columns, width=11)
+    found: dict[str, dict[str, Any]] = {}
+    for case in CASES if every_case else [given.case or "half"]:
+        found[case] = {}
+        for name in names:
+            found[case][name] = f = measure(case, name, given.size)
+            times = (f"{f[key]:.1f}" for key in ("others", "first", "last"))
+            rest = f"{f['ahead']}", f"{f['exposed']:.1f}", f"{f['val_loss']:.3f}"
+            table.row(f"{case}, {name}", *times, *rest)
+    end({"cases": found}, given.size)
 
 
-def measure(case: str, name: str, steps: int) -> dict[str, float]:
+def measure(case: str, name: str, size: Size) -> dict[str, float]:
     """One run in a lab of its own: no method inherits another's traffic."""
     slow = {LAST: Link.of("10mbit", delay="1ms")} if case == "thin" else {}
-    lines: list[str] = []
-    with Lab(WORKERS, Link.of("100mbit", delay="1ms"), overrides=slow) as lab:
-        command = [sys.executable, str(Path(__file__).resolve()), case, name, str(steps)]
-        outcome = lab.start(command, sink=lambda line: lines.append(line.text)).wait()
-    if outcome.code:
-        sys.exit("\n".join([*lines, str(outcome)]))
-    answers = [json.loads(line) for line in lines if line.startswith("{")]
-    figures = summed_up(sorted(answers, key=lambda a: a["rank"]))
-    show(case, name, figures)
-    return figures
+    link = Link.of("100mbit", delay="1ms")
+    return summed_up(on_hosts(worker, case, name, size, hosts=WORKERS, link=link, overrides=slow))
 
 
 def summed_up(answers: list[dict[str, Any]]) -> dict[str, float]:
@@ -90,9 +83,10 @@ def summed_up(answers: list[dict[str, Any]]) -> dict[str, float]:
         for other in others
         for done, at in enumerate(other["clock"], start=1)
     )
+    first = min(2 * DELAY, len(last["clock"])) - 1
     return {
         "others": round(max(other["clock"][-1] for other in others) - begun, 2),
-        "first": round(max(other["clock"][2 * DELAY - 1] for other in others) - begun, 2),
+        "first": round(max(other["clock"][first] for other in others) - begun, 2),
         "last": round(last["clock"][-1] - begun, 2),
         "ahead": ahead,
         "lag": max(answer["lag"] for answer in answers),
@@ -101,49 +95,34 @@ def summed_up(answers: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def show(case: str, name: str, f: dict[str, float]) -> None:
-    if not hasattr(show, "headed"):
-        columns = ("others s", "first s", "last s", "ahead", "exposed s", "val loss")
-        print(f"{'case':8}{'method':20}" + "".join(f"{c:>11}" for c in columns))
-        show.headed = True  # type: ignore[attr-defined]
-    print(
-        f"{case:8}{name:20}{f['others']:11.1f}{f['first']:11.1f}{f['last']:11.1f}"
-        f"{f['ahead']:11d}{f['exposed']:11.1f}{f['val_loss']:11.3f}",
-        flush=True,
-    )
-
-
-def worker(case: str, name: str, steps: int) -> None:
-    world = tw.init(timeout=120)
-    torch.set_num_threads(1)
-    corpus = load_corpus(DataConfig())
-    model = build_model(ModelConfig(), corpus.vocab, CONTEXT, seed=0)
-    settings = OptimizerConfig(lr=LR)
-    kind, flags = METHODS[name]
-    replica: Replica = method(kind, **flags)(model, build_optimizer(settings, model))
-    replica.expect(steps)
-    batches = Batches(corpus.train, CONTEXT, BATCH, world.rank, world.size, seed=0)
-    control = tw.Wire(name="control")
-    draw = random.Random(world.rank)
-    replica.module(*batches.next()).backward()  # what happens only once, before the clock starts
-    replica.optimizer.zero_grad(set_to_none=True)
-    control.barrier()
-    begun, clock = time.perf_counter(), []
-    for step in range(steps):
-        for group in replica.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, steps)
-        x, y = batches.next()
-        time.sleep(pace(case, world.rank, draw))
-        with replica.accumulating(last=True):
-            replica.module(x, y).backward()
-        replica.step(settings.clip)
+def worker(case: str, name: str, size: Size) -> dict[str, Any]:
+    size = Size(size)
+    steps, scale = size.of(full=(120, 1.0), quick=(36, 1.0), tiny=(4, 0.1))
+    batch, context, windows = size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 6))
+    with joined() as world:
+        corpus = load_corpus(DataConfig())
+        model = build_model(ModelConfig(), corpus.vocab, context, seed=0)
+        settings = OptimizerConfig(lr=LR)
+        kind, flags = METHODS[name]
+        replica = method(kind, **flags)(model, build_optimizer(settings, model))
+        replica.expect(steps)
+        batches = Batches(corpus.train, context, batch, world.rank, world.size, seed=0)
+        control = Wire(name="control")
+        draw = random.Random(world.rank)
+        replica.module(*batches.next()).backward()  # what happens only once, before the clock
         replica.optimizer.zero_grad(set_to_none=True)
-        clock.append(time.perf_counter())
-    exposed = replica.account.exposed
-    replica.finish()
-    answer = {"rank": world.rank, "begun": begun, "clock": clock, "lag": replica.account.lag}
-    loss = validate(model, corpus, control)
-    print(json.dumps({**answer, "exposed": exposed, "val_loss": loss}), flush=True)
+        control.barrier()
+        begun, clock = time.perf_counter(), []
+        for step in range(steps):
+            set_learning_rate(replica.optimizer, settings, step, steps)
+            time.sleep(scale * pace(case, world.rank, draw))
+            take_step(replica, batches, settings.clip)
+            clock.append(time.perf_counter())
+        exposed = replica.account.exposed
+        replica.finish()
+        loss = validate(model, corpus, control, context=context, windows=windows)
+        answer = {"begun": begun, "clock": clock, "lag": replica.account.lag}
+        return {**answer, "exposed": exposed, "val_loss": loss}
 
 
 def pace(case: str, rank: int, draw: random.Random) -> float:
@@ -154,16 +133,5 @@ def pace(case: str, rank: int, draw: random.Random) -> float:
     return PACE * (1 + STALLED_STEPS * stalled)
 
 
-@torch.no_grad()
-def validate(model: torch.nn.Module, corpus: Corpus, control: tw.Wire) -> float:
-    total = count = 0.0
-    for x, y in validation_batches(
-        corpus.validation, CONTEXT, 16, control.rank, control.size, VALIDATION_WINDOWS
-    ):
-        total, count = total + float(model(x, y)) * y.numel(), count + y.numel()
-    total, count = control.agree([total, count], "sum")
-    return total / count
-
-
 if __name__ == "__main__":
-    worker(sys.argv[1], sys.argv[2], int(sys.argv[3])) if "RANK" in os.environ else main()
+    main()

@@ -1,69 +1,79 @@
 """The grid of docs/results.md: all methods, at three rates, on two and on four workers.
 
-    python benchmarks/grid.py                       runs/grid-2 and runs/grid-4, then the page
-    python benchmarks/grid.py --quick               two methods, two rates, few steps; no page
-    python benchmarks/grid.py --workers 4 --rate 1gbit      one cell of the grid now, the fastest
-    python benchmarks/grid.py --workers 4 --rate 100mbit    rate first; the others another time
-    python benchmarks/grid.py --page                the page again from what was measured
-    python benchmarks/grid.py --peers PYTHON        other libraries' methods too: peers/compare.py
+    python -m benchmarks.time_to_loss.grid            runs/grid-2 and runs/grid-4, then the page
+    python -m benchmarks.time_to_loss.grid --quick    two methods, two workers, few steps; no page
+    python -m benchmarks.time_to_loss.grid --workers 4 --rate 1gbit      one cell now, the fastest
+    python -m benchmarks.time_to_loss.grid --workers 4 --rate 100mbit    rate first, others later
+    python -m benchmarks.time_to_loss.grid --page     the page again from what was measured
+    python -m benchmarks.time_to_loss.grid --rivals PYTHON    other libraries' methods too, with the
+                                                              PYTHON of their environment
 
-Runs `thinwire compare` twice and puts its tables between the marks in docs/results.md; what is
-written around them stays. A comparison that was interrupted goes on, and a cell that has been run
-is not run again. Prints the tables and, as its last line, one JSON object:
-{workers: {rate: {method: [efficiency, sooner]}}}.
+Runs `thinwire compare` twice (rivals/compare.py with --rivals) and puts its tables between the
+marks in docs/results.md; what is written around them stays. A comparison that was interrupted goes
+on, and a cell that has been run is not run again. Prints the tables and, as its last line, one JSON
+object: {"workers": {workers: {rate: {method: [efficiency, sooner]}}}}.
 """
 
-import argparse
-import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from benchmarks.harness.arguments import Size, end, parser
+from benchmarks.harness.hosts import ROOT
 from thinwire.compare.records import SETTINGS
 from thinwire.compare.results import gather
 from thinwire.report.comparison import Comparison
 from thinwire.report.comparison_table import columns, notes
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-CONFIG = ROOT / "benchmarks" / "grid.toml"
+CONFIG = Path(__file__).with_suffix(".toml")
+MARKS = "<!-- made by benchmarks/time_to_loss/grid.py -->", "<!-- end -->"
 WORKERS = (2, 4)
 QUICK = ["--methods", "ddp,overlapped", "--rate", "1gbit,100mbit", "--steps", "16", "--evals", "4"]
+TINY = ["--methods", "ddp", "--rate", "50mbit", "--steps", "2", "--evals", "1", "--batch", "1"]
+TINY += ["--context", "16", "--eval-windows", "4", "--overtime", "1", "--timed", "0"]
+SMALL = {Size.FULL: [], Size.QUICK: QUICK, Size.TINY: TINY}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--page", action="store_true", help="measure nothing")
-    parser.add_argument("--peers", metavar="PYTHON", help="of an environment with the peers in it")
-    parser.add_argument("--runs", default="runs", help="where the comparisons are kept")
-    parser.add_argument("--workers", type=int, choices=WORKERS, help="only so many, now")
-    parser.add_argument("--rate", help="only this one of the grid's, now")
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--page", action="store_true", help="measure nothing")
+    arguments.add_argument("--rivals", metavar="PYTHON", help="of an environment with the rivals")
+    arguments.add_argument("--runs", default="runs", help="where the comparisons are kept")
+    arguments.add_argument("--workers", type=int, choices=WORKERS, help="only so many, now")
+    arguments.add_argument("--rate", help="only this one of the grid's, now")
+    given = arguments.parse_args()
+    if given.size is not Size.FULL:  # which nobody wants to keep, nor to go on with
+        with tempfile.TemporaryDirectory() as folder:
+            flags = [*SMALL[given.size], "--only", given.rate or ""]
+            measure(Path(folder) / "run", given.workers or 2, flags, given.rivals)
+            show({given.workers or 2: gather(Path(folder) / "run")}, given.size)
+        return
     found = {}
     for workers in WORKERS:
-        run = Path(given.runs) / f"grid-{workers}{'-quick' if given.quick else ''}"
+        run = Path(given.runs) / f"grid-{workers}"
         if not given.page and given.workers in (None, workers):
-            flags = [*(QUICK if given.quick else []), "--only", given.rate or ""]
-            measure(run, workers, flags, given.peers)
+            measure(run, workers, ["--only", given.rate or ""], given.rivals)
         if (run / SETTINGS).exists():
             found[workers] = gather(run)
-    text = "\n\n".join(section(comparison) for comparison in found.values())
-    print(text)
-    if not given.quick:
-        write(text)
-    print(json.dumps({str(workers): figures(found[workers]) for workers in found}))
+    write("\n\n".join(section(comparison) for comparison in found.values()))
+    show(found, given.size)
 
 
-def measure(run: Path, workers: int, flags: list[str], peers: str | None) -> None:
-    command = [sys.executable, "-m", "thinwire", "compare"]
-    if peers:
-        command = [peers, str(ROOT / "benchmarks" / "peers" / "compare.py")]
-    command += ["--config", str(CONFIG), "--hosts", str(workers), "--run", str(run), *flags]
+def measure(run: Path, workers: int, flags: list[str], rivals: str | None) -> None:
+    module = "benchmarks.rivals.compare" if rivals else "thinwire"
+    command = [rivals or sys.executable, "-m", module, *([] if rivals else ["compare"])]
+    command += ["--config", str(CONFIG), "--hosts", str(workers), "--run-dir", str(run), *flags]
     code = subprocess.run(command).returncode
     if code not in (0, 1):  # 1: a method could not run, which the table says
         sys.exit(code)
+
+
+def show(found: dict[int, Comparison], size: Size) -> None:
+    print("\n\n".join(section(comparison) for comparison in found.values()))
+    end({"workers": {workers: figures(found[workers]) for workers in found}}, size)
 
 
 def section(comparison: Comparison) -> str:
@@ -88,9 +98,8 @@ def table(comparison: Comparison, rate: str) -> str:
 
 def write(text: str) -> None:
     page = PAGE.read_text()
-    marks = "<!-- made by benchmarks/grid.py -->", "<!-- end -->"
-    pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
-    made = f"{marks[0]}\n\n{text}\n\n{marks[1]}"
+    pattern = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
+    made = f"{MARKS[0]}\n\n{text}\n\n{MARKS[1]}"
     PAGE.write_text(re.sub(pattern, lambda _: made, page, flags=re.S))
 
 

@@ -1,9 +1,9 @@
 """How much sooner 1-bit LAMB and 1-bit Adam reach the dense method's loss at 100 Mbit/s.
 
-    python benchmarks/one_bit_learning.py --results FILE       the curves: loss by step, 3 seeds;
+    python -m benchmarks.quality.one_bit --results FILE        the curves: loss by step, 3 seeds;
                                              with --runs also one-bit-adam:late=yes and the like
-    python benchmarks/one_bit_time_to_loss.py --results FILE   the seconds of a step, and both
-    python benchmarks/one_bit_time_to_loss.py --quick          few steps, and no curves
+    python -m benchmarks.time_to_loss.one_bit --results FILE   the seconds of a step, and both
+    python -m benchmarks.time_to_loss.one_bit --quick          few steps, and no curves
 
 Loss and seconds are measured apart: all of these runs in the lab would take hours. The
 seconds are those of real steps of the same model, batch and accumulation on four emulated hosts (on
@@ -11,37 +11,44 @@ this machine's cores), methods interleaved: dense LAMB and AdamW under PyTorch's
 with its 16-bit hook, and both stages of the one-bit methods. The time to a loss is the sum of the
 seconds of the steps up to it, each step at the pace of its stage. The loss is 1 % above the dense
 method's last one, for both. Prints a table and, as its last line, one JSON object:
-{"ms_per_step": {contender: ...}, "sooner": {one-bit method: {baseline: ratio by seeds}}}, where
-0 stands for a seed that never came to the loss.
+{"ms_per_step": {method: ...}, "sooner": {one-bit method: {baseline: ratio by seeds}}}, where 0
+stands for a seed that never came to the loss.
 """
 
-import argparse
 import itertools
-import json
-import math
-import os
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-import one_bit_learning as learning  # isort: skip
-from one_bit_learning import ACCUMULATE, CONTEXT, MICRO, REPLICAS, Run  # isort: skip
-from side_by_side import Build, Contender, compete, in_lab, method  # isort: skip
-
-import thinwire as tw
+from benchmarks.harness.arguments import Size, end, parser
+from benchmarks.harness.curves import first_below
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.interleaved import (
+    Build,
+    Figures,
+    Shape,
+    TimedMethod,
+    method,
+    time_methods,
+)
+from benchmarks.harness.learning import joined
+from benchmarks.harness.results import Record, Results
+from benchmarks.quality.one_bit import (
+    ACCUMULATE,
+    CONTEXT,
+    MICRO,
+    REPLICAS,
+    STEPS,
+    dense_of,
+    method_of,
+)
 from thinwire.lab import Link
-from thinwire.train.corpus import Corpus
-from thinwire.train.data import Batches
-from thinwire.train.models import GPT, ModelConfig, build_model
+from thinwire.train.models import GPT
 from thinwire.train.one_bit_methods import LambSettings, build_lamb
-from thinwire.train.optimizers import OptimizerConfig, build_optimizer
 from thinwire.train.replica import Replica
-from thinwire.wire.world import World
 
 RATE, DELAY = "100mbit", "1ms"
 WITHIN = 1.01  # of the dense method's last loss
@@ -52,21 +59,6 @@ BASELINES = {
     for name, dense in (("one-bit-lamb", "lamb"), ("one-bit-adam", "adamw"))
     for run in (name, name + LATE)
 }
-
-
-class Accumulated(Contender):
-    """A contender that trains as one_bit_learning.py does."""
-
-    def prepare(self, model: str, corpus: Corpus, batch: int, context: int, world: World) -> None:
-        shape = ModelConfig(model=model, objective="masked")
-        network = build_model(shape, corpus.vocab, context, seed=0)
-        self.replica = self.build(network, build_optimizer(OptimizerConfig(), network))
-        self.exposed = self._drained = 0.0
-        share = (world.rank, world.size, 0)
-        self._batches = Batches(corpus.train, context, batch, *share, mask_vocab=corpus.vocab)
-
-    def _step(self) -> None:
-        learning.train_step(self.replica, self._batches, self.clip)
 
 
 class DdpReplica(Replica):
@@ -91,65 +83,57 @@ def dense(lamb: bool, sixteen: bool) -> Build:
     return build
 
 
-def contenders(timed: int) -> list[Contender]:
+def methods_of(timed: int) -> list[TimedMethod]:
     never = 10**6
-    chosen: list[Contender] = [Accumulated("none", method("none"), 1, timed)]
+    chosen = [TimedMethod("none", method("none"), 1, timed)]
     for run in BASELINES:
-        name, late = learning.method_of(run), run.endswith(LATE)
+        name, late = method_of(run), run.endswith(LATE)
         if not late:
             dense_steps = method(name, freeze_at=never)
-            chosen.append(Accumulated(f"{name}, warm-up", dense_steps, 2, timed))
+            chosen.append(TimedMethod(f"{name}, warm-up", dense_steps, 2, timed))
         build = method(name, freeze_at=FROZEN, late=late)
-        chosen.append(Accumulated(f"{run}, compressed", build, FROZEN + 2, timed))
+        chosen.append(TimedMethod(f"{run}, compressed", build, FROZEN + 2, timed))
     for lamb, sixteen in itertools.product((True, False), (False, True)):
         label = f"{'lamb' if lamb else 'adamw'}, ddp{' 16 bit' if sixteen else ''}"
-        chosen.append(Accumulated(label, dense(lamb, sixteen), 2, timed))
+        chosen.append(TimedMethod(label, dense(lamb, sixteen), 2, timed))
     return chosen
 
 
-def worker(repetitions: int, timed: int) -> None:
-    figures = compete(
-        contenders(timed), repetitions, model="gpt-0.3m", batch=MICRO, context=CONTEXT
-    )
-    if os.environ["RANK"] == "0":
-        print(json.dumps(figures), flush=True)
-    tw.shutdown()
+def worker(size: Size) -> Figures:
+    """The steps of quality/one_bit.py."""
+    size = Size(size)
+    repetitions, timed = size.of(full=(4, 8), quick=(1, 2), tiny=(1, 1))
+    micro, context = size.of(full=(MICRO, CONTEXT), quick=(MICRO, CONTEXT), tiny=(1, 16))
+    shape = Shape("gpt-0.3m", micro, context, "masked", ACCUMULATE)
+    with joined() as world:
+        return time_methods(methods_of(timed), repetitions, shape, world)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, help="what one_bit_learning.py --results has kept")
-    given = parser.parse_args()
-    pace = {name: f["ms_per_step"] for name, f in measure(given.quick).items()}
-    print(f"{REPLICAS} workers, gpt-0.3m, {MICRO} x {ACCUMULATE} windows of {CONTEXT}, {RATE}")
+    arguments = parser(__doc__)
+    arguments.add_argument("--results", type=Path, help="what quality.one_bit --results has kept")
+    given = arguments.parse_args()
+    hosts = given.size.of(full=REPLICAS, quick=REPLICAS, tiny=2)
+    link, check = Link.of(RATE, delay=DELAY), given.size is not Size.TINY
+    figures = on_hosts(worker, given.size, hosts=hosts, link=link, check=check)[0]
+    pace = {name: f["ms_per_step"] for name, f in figures.items()}
+    print(f"{hosts} workers, gpt-0.3m, {MICRO} x {ACCUMULATE} windows of {CONTEXT}, {RATE}")
     for name, ms in pace.items():
         print(f"  {name:28}{ms:10.1f} ms/step")
     sooner = {}
     if given.results is not None:
-        runs = learning.kept(given.results)
+        runs = Results(given.results).records
         sooner = {name: compare(name, runs, pace) for name in BASELINES}
         show(sooner)
-    print(json.dumps({"ms_per_step": pace, "sooner": sooner}))
+    end({"ms_per_step": pace, "sooner": sooner}, given.size)
 
 
-def measure(quick: bool) -> dict[str, dict[str, float]]:
-    turns = ["1", "2"] if quick else ["4", "8"]
-    figures: dict[str, dict[str, float]]
-    figures, _ = in_lab(__file__, turns, REPLICAS, Link.of(RATE, delay=DELAY))
-    return figures
-
-
-def compare(name: str, runs: list[Run], pace: dict[str, float]) -> dict[str, list[float]]:
+def compare(name: str, runs: list[Record], pace: dict[str, float]) -> dict[str, list[float]]:
     """For each baseline: its seconds to the loss over ours, seed by seed."""
-    full = [run for run in runs if run["steps"] == learning.STEPS]
+    full = [run for run in runs if run["steps"] == STEPS]
     ours = {run["seed"]: run for run in full if run["run"] == name}
     lr = {run["lr"] for run in ours.values()}
-    theirs = {
-        run["seed"]: run
-        for run in full
-        if run["run"] == learning.dense_of(name) and run["lr"] in lr
-    }
+    theirs = {run["seed"]: run for run in full if run["run"] == dense_of(name) and run["lr"] in lr}
     found: dict[str, list[float]] = {baseline: [] for baseline in BASELINES[name]}
     for seed in sorted(ours.keys() & theirs.keys()):
         target = WITHIN * theirs[seed]["loss"]
@@ -160,19 +144,11 @@ def compare(name: str, runs: list[Run], pace: dict[str, float]) -> dict[str, lis
     return found
 
 
-def seconds(run: Run, steps: float, name: str, pace: dict[str, float]) -> float:
+def seconds(run: Record, steps: float, name: str, pace: dict[str, float]) -> float:
     frozen = min(steps, run["frozen_at"] or steps)
-    dense_ms = pace[f"{learning.method_of(name)}, warm-up"]
+    dense_ms = pace[f"{method_of(name)}, warm-up"]
     one_bit_ms = pace[f"{name}, compressed"]
     return (frozen * dense_ms + (steps - frozen) * one_bit_ms) / 1000
-
-
-def first_below(curve: list[tuple[int, float]], target: float) -> float:
-    """Steps, between two evaluations by a straight line; infinity if it is never reached."""
-    for (s0, a), (s1, b) in itertools.pairwise(curve):
-        if b <= target:
-            return s0 + (s1 - s0) * (a - target) / (a - b) if a > target else s0
-    return math.inf
 
 
 def show(sooner: dict[str, dict[str, list[float]]]) -> None:
@@ -189,4 +165,4 @@ def show(sooner: dict[str, dict[str, list[float]]]) -> None:
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), int(sys.argv[2])) if "RANK" in os.environ else main()
+    main()
