@@ -22,6 +22,10 @@ class Size(str, Enum):
     def of(self, full: T, quick: T, tiny: T) -> T:
         return {Size.FULL: full, Size.QUICK: quick, Size.TINY: tiny}[self]
 
+    def emulated(self, link: T) -> T | None:
+        """The link; None, this machine's loopback, where no figure means anything."""
+        return None if self is Size.TINY else link
+
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Knows --quick and --tiny; what it parses has a `size`. `doc` is the benchmark's own."""

@@ -4,7 +4,7 @@ import json
 import sys
 from importlib import import_module
 
-from benchmarks.harness.hosts import answer
+from benchmarks.harness.telling import answer
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from thinwire.report.comparison import Cell, Comparison
 from thinwire.train.metrics import metrics_file
 
 METHODS = {"ddp": [], "overlapped": ["every=8"], "post-local-sgd": ["every=8"]}
-RATE, DELAY, HOSTS = "100mbit", "5ms", 2
+DELAY, HOSTS = "5ms", 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Scale:
     rounds: int
     methods: tuple[str, ...]
     evals: int = 6
+    rate: str = "100mbit"
 
     @property
     def flags(self) -> list[str]:
@@ -53,7 +54,9 @@ class Scale:
 SCALES = {
     Size.FULL: Scale("gpt-1m", 4, 128, steps=128, rounds=3, methods=tuple(METHODS)),
     Size.QUICK: Scale("gpt-0.3m", 4, 128, steps=32, rounds=1, methods=tuple(METHODS)),
-    Size.TINY: Scale("gpt-0.3m", 1, 16, steps=24, rounds=1, methods=("ddp",), evals=2),
+    Size.TINY: Scale(
+        "gpt-0.3m", 1, 16, steps=12, rounds=1, methods=("ddp",), evals=1, rate="20mbit"
+    ),
 }
 
 
@@ -71,7 +74,7 @@ def main() -> None:
 
 
 def compare(run: Path, scale: Scale) -> Comparison:
-    words = ["--methods", ",".join(scale.methods), "--hosts", str(HOSTS), "--rate", RATE]
+    words = ["--methods", ",".join(scale.methods), "--hosts", str(HOSTS), "--rate", scale.rate]
     words += ["--delay", DELAY, "--steps", str(scale.steps), "--evals", str(scale.evals)]
     words += ["--overtime", "1", "--run-dir", str(run), *scale.flags]
     for name in scale.methods:
@@ -107,7 +110,7 @@ def alone(run: Path, method: str, own: list[str], scale: Scale) -> tuple[float, 
     command += ["--steps", str(scale.steps), "--eval-every", "0", "--eval-windows", "4"]
     command += ["--final-lr", "1", "--run-dir", str(run)]
     marks: dict[int, tuple[float, int]] = {}
-    with Lab(HOSTS, Link.of(RATE, delay=DELAY)) as lab:
+    with Lab(HOSTS, Link.of(scale.rate, delay=DELAY)) as lab:
         lab.check()
         job = lab.start(command, sink=lambda line: None)
         while job.poll(0.002):
@@ -133,7 +136,7 @@ def show(first: Comparison, second: Comparison, alone: Alone, scale: Scale) -> d
     table = Table("", *columns, first=16)
     answer: dict[str, Any] = {}
     for name in scale.methods:
-        cells = [cell_of(comparison, name) for comparison in (first, second)]
+        cells = [cell_of(comparison, name, scale.rate) for comparison in (first, second)]
         sent = cells[0].bytes_per_token
         assert sent is not None
         shown = statistics.fmean(cell.efficiency.value for cell in cells if cell.efficiency)
@@ -156,7 +159,7 @@ def show_again(first: Comparison, second: Comparison, scale: Scale) -> dict[str,
     table = Table("", *columns, first=16, width=14)
     answer: dict[str, Any] = {}
     for name in scale.methods:
-        cells = [cell_of(comparison, name) for comparison in (first, second)]
+        cells = [cell_of(comparison, name, scale.rate) for comparison in (first, second)]
         speeds = [cell.efficiency for cell in cells if cell.efficiency]
         losses = [cell.val_loss.value for cell in cells if cell.val_loss]
         within = abs(speeds[0].value - speeds[1].value) <= sum(s.plus_minus or 0.0 for s in speeds)
@@ -171,8 +174,8 @@ def show_again(first: Comparison, second: Comparison, scale: Scale) -> dict[str,
     return answer
 
 
-def cell_of(comparison: Comparison, name: str) -> Cell:
-    cell = comparison.cell(RATE, name)
+def cell_of(comparison: Comparison, name: str, rate: str) -> Cell:
+    cell = comparison.cell(rate, name)
     if cell is None or None in (cell.efficiency, cell.bytes_per_token, cell.val_loss):
         sys.exit(f"{name} has no figures")
     return cell

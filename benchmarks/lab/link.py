@@ -19,7 +19,8 @@ from contextlib import suppress
 from typing import Any
 
 from benchmarks.harness.arguments import Size, Table, end, parser
-from benchmarks.harness.hosts import on_hosts, tell
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.telling import tell
 from thinwire.lab import Lab, Link
 from thinwire.lab.units import format_rate
 

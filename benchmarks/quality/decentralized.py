@@ -21,9 +21,9 @@ import torch
 
 import thinwire as tw
 from benchmarks.harness.arguments import Size, Table, end, parser
-from benchmarks.harness.hosts import tell
 from benchmarks.harness.learning import joined, validate
 from benchmarks.harness.results import Job, Record, Results, run_on_hosts
+from benchmarks.harness.telling import tell
 from thinwire.lab import Link
 from thinwire.lab.relay import address
 from thinwire.train.corpus import Corpus, load_corpus
@@ -55,7 +55,7 @@ def main() -> None:
         worker,
         given.size,
         hosts=given.size.of(full=4, quick=4, tiny=2),
-        link=Link.of("1gbit", delay="1ms"),  # no time is measured: the link is not checked
+        link=given.size.emulated(Link.of("1gbit", delay="1ms")),
     )
     report(records, steps, given.size)
 

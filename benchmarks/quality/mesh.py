@@ -56,7 +56,21 @@ def train(job: Job, size: Size) -> Record:
     batch, context, windows = size.of(
         full=("4", "64", "400"), quick=("4", "64", "400"), tiny=("1", "16", "4")
     )
-    flags = ["--model", "gpt-0.3m", "--batch", batch, "--context", context, "--lr", job["lr"]]
+    replicas = size.of(full="2", quick="2", tiny="1")
+    flags = [
+        "--stages",
+        "2",
+        "--replicas",
+        replicas,
+        "--model",
+        "gpt-0.3m",
+        "--batch",
+        batch,
+        "--context",
+        context,
+        "--lr",
+        job["lr"],
+    ]
     flags += ["--steps", str(job["steps"]), "--eval-every", "0", "--eval-windows", windows]
     side = [*ASYNC, "--averaging-delay", job["delay"]] if job["side"] == "async" else SYNC
     return {"loss": trained([*side, *flags, "--seed", str(job["seed"])])[-1].loss}

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Size, Table, end, parser
-from benchmarks.harness.hosts import tell
 from benchmarks.harness.learning import joined, set_learning_rate, take_step, validate
 from benchmarks.harness.results import Job, Record, Results, over_seeds, run_on_hosts
+from benchmarks.harness.telling import tell
 from thinwire.train.corpus import Corpus, load_corpus
 from thinwire.train.data import Batches, DataConfig
 from thinwire.train.methods import find_method

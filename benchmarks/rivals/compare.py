@@ -40,7 +40,7 @@ RIVALS = (ACCELERATE, DECENT, DEEPSPEED, TORCHFT_LOCAL_SGD, TORCHFT_DILOCO, HIVE
 ALL = ["--methods", ",".join(["ddp", *(rival.name for rival in RIVALS)]), "--hosts", "2"]
 QUICK = [*ALL, "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "2", "--steps", "24"]
 QUICK += ["--context", "64", "--evals", "3", "--eval-windows", "16", "--set", "every=4"]
-TINY = [*ALL, "--rate", "50mbit", "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "1"]
+TINY = [*ALL, "--rate", "20mbit", "--delay", "1ms", "--model", "gpt-0.3m", "--batch", "1"]
 TINY += ["--context", "16", "--steps", "4", "--evals", "1", "--eval-windows", "4"]
 TINY += ["--set", "every=2", "--overtime", "1", "--timed", "0"]
 

@@ -104,7 +104,7 @@ def worker(size: Size) -> Figures:
 def main() -> None:
     size: Size = parser(__doc__).parse_args().size
     figures = {
-        name: on_hosts(worker, size, hosts=WORKERS, link=link, check=link is not None)[0]
+        name: on_hosts(worker, size, hosts=WORKERS, link=link, check=True)[0]
         for name, link in NETWORKS.items()
         if size is Size.FULL or name == "loopback"
     }

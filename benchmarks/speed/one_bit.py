@@ -108,8 +108,8 @@ def main() -> None:
     efficiency: dict[str, Figures] = {}
     both = given.size is Size.FULL and given.workers is None
     for workers in [2, 4] if both else [given.workers or 2]:
-        link, check = Link.of(RATE, delay=given.delay), given.size is not Size.TINY
-        answers = on_hosts(worker, given.only, given.size, hosts=workers, link=link, check=check)
+        link = given.size.emulated(Link.of(RATE, delay=given.delay))
+        answers = on_hosts(worker, given.only, given.size, hosts=workers, link=link, check=True)
         efficiency[str(workers)] = answers[0]
         print(f"\n{workers} workers, {SHAPES[given.size].model}, {RATE}, {given.delay}")
         show(answers[0])

@@ -103,8 +103,8 @@ def main() -> None:
     sizes: dict[str, float] = {}
     every_rate = given.size is Size.FULL and not given.rate
     for rate in RATES if every_rate else [given.rate or "100mbit"]:
-        link, check = Link.of(rate, delay="1ms"), given.size is not Size.TINY
-        answers = on_hosts(worker, rate, given.size, hosts=2, link=link, check=check)
+        link = given.size.emulated(Link.of(rate, delay="1ms"))
+        answers = on_hosts(worker, rate, given.size, hosts=2, link=link, check=True)
         efficiency[rate], outer = answers[0]
         sizes |= outer
         print(f"\n2 workers, {SHAPES[given.size].model}, {rate}")

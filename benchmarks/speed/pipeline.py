@@ -203,9 +203,9 @@ def main() -> None:
     arguments.add_argument("--rate", default="100mbit")
     arguments.add_argument("--delay", default="10ms")
     given = arguments.parse_args()
-    link, check = Link.of(given.rate, delay=given.delay), given.size is not Size.TINY
+    link = given.size.emulated(Link.of(given.rate, delay=given.delay))
     hosts = STAGES * given.replicas
-    found = on_hosts(worker, given.size, hosts=hosts, link=link, check=check)[0]
+    found = on_hosts(worker, given.size, hosts=hosts, link=link, check=True)[0]
     report(found, f"{given.replicas} replicas, {given.rate}, {given.delay}", given.size)
 
 

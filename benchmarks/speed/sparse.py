@@ -57,8 +57,8 @@ def main() -> None:
     arguments.add_argument("--rate", default="100mbit")
     given = arguments.parse_args()
     delay = given.size.of(full=10, quick=10, tiny=2)
-    link, check = Link.of(given.rate, delay="1ms"), given.size is not Size.TINY
-    figures = on_hosts(worker, delay, given.size, hosts=2, link=link, check=check)[0]
+    link = given.size.emulated(Link.of(given.rate, delay="1ms"))
+    figures = on_hosts(worker, delay, given.size, hosts=2, link=link, check=True)[0]
     print(f"2 workers, {SHAPES[given.size].model}, {given.rate}, delay {delay} steps")
     table = Table("  method", "ms/step", "efficiency", "exposed ms", "MB/step", first=20)
     for name, f in figures.items():

@@ -70,7 +70,7 @@ def main() -> None:
 def measure(case: str, name: str, size: Size) -> dict[str, float]:
     """One run in a lab of its own: no method inherits another's traffic."""
     slow = {LAST: Link.of("10mbit", delay="1ms")} if case == "thin" else {}
-    link = Link.of("100mbit", delay="1ms")
+    link = size.emulated(Link.of("100mbit", delay="1ms"))
     return summed_up(on_hosts(worker, case, name, size, hosts=WORKERS, link=link, overrides=slow))
 
 

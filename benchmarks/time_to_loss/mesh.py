@@ -11,24 +11,25 @@ costs in loss at equal updates: quality/mesh.py. Prints one line and, as its las
 object: {"target", "sync", "async", "ratio"}, in seconds.
 """
 
-from benchmarks.harness.arguments import end, parser
+from benchmarks.harness.arguments import Size, end, parser
 from benchmarks.harness.curves import seconds_to, trained
 
-MESH = ["--stages", "2", "--replicas", "2"]
-ASYNC = [*MESH, "--method", "asyncmesh"]
-SYNC = [*MESH, "--method", "average", "--schedule", "flush", "--optimizer", "LookAhead"]
+ASYNC = ["--method", "asyncmesh"]
+SYNC = ["--method", "average", "--schedule", "flush", "--optimizer", "LookAhead"]
+LAB = ["--lab", "--rate", "100mbit", "--delay", "10ms", "--replicas", "2"]
+SIZES = {
+    Size.FULL: [*LAB, "--model", "gpt-3m", "--eval-windows", "128"],
+    Size.QUICK: [*LAB, "--model", "gpt-0.3m", "--eval-windows", "128"],
+    Size.TINY: ["--model", "gpt-0.3m", "--eval-windows", "4", "--context", "16"],
+}
 
 
 def main() -> None:
-    size = parser(__doc__).parse_args().size
+    size: Size = parser(__doc__).parse_args().size
     steps, evaluate_every = size.of(full=(60, 20), quick=(10, 40), tiny=(2, 8))
-    model = size.of(full="gpt-3m", quick="gpt-0.3m", tiny="gpt-0.3m")
-    windows, context = size.of(full=("128", "128"), quick=("128", "128"), tiny=("4", "16"))
-    flags = ["--lab", "--rate", "100mbit", "--delay", "10ms", "--lr", "1e-3", "--final-lr", "1"]
-    flags += ["--batch", "4", "--context", context, "--eval-windows", windows, "--model", model]
-    sync = trained(
-        [*SYNC, *flags, "--accumulate", "4", "--steps", str(steps), "--eval-every", "10"]
-    )
+    flags = ["--stages", "2", *SIZES[size], "--batch", "4", "--lr", "1e-3", "--final-lr", "1"]
+    all_at_once = ["--accumulate", "4", "--steps", str(steps), "--eval-every", "10"]
+    sync = trained([*SYNC, *flags, *all_at_once])
     longer = ["--steps", str(8 * steps), "--eval-every", str(evaluate_every), "--lead", "1"]
     ours = trained([*ASYNC, *flags, *longer])
     target = sync[-1].loss

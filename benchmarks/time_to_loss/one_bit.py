@@ -114,8 +114,8 @@ def main() -> None:
     arguments.add_argument("--results", type=Path, help="what quality.one_bit --results has kept")
     given = arguments.parse_args()
     hosts = given.size.of(full=REPLICAS, quick=REPLICAS, tiny=2)
-    link, check = Link.of(RATE, delay=DELAY), given.size is not Size.TINY
-    figures = on_hosts(worker, given.size, hosts=hosts, link=link, check=check)[0]
+    link = given.size.emulated(Link.of(RATE, delay=DELAY))
+    figures = on_hosts(worker, given.size, hosts=hosts, link=link, check=True)[0]
     pace = {name: f["ms_per_step"] for name, f in figures.items()}
     print(f"{hosts} workers, gpt-0.3m, {MICRO} x {ACCUMULATE} windows of {CONTEXT}, {RATE}")
     for name, ms in pace.items():

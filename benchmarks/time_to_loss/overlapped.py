@@ -20,10 +20,11 @@ from typing import Any
 from benchmarks.harness.arguments import Size, Table, end, parser
 from benchmarks.harness.curves import Point, seconds_to, trained
 
-COMMON = ["--lab", "--rate", "100mbit", "--delay", "1ms", "--lr", "1e-3", "--final-lr", "1.0"]
+LAB = ["--lab", "--rate", "100mbit", "--delay", "1ms"]
+RATES = ["--lr", "1e-3", "--final-lr", "1.0"]
 SIZES = {
-    Size.FULL: ["--workers", "4", "--model", "gpt-3m", "--eval-every", "10"],
-    Size.QUICK: ["--workers", "4", "--model", "gpt-0.3m", "--eval-every", "5"],
+    Size.FULL: [*LAB, "--workers", "4", "--model", "gpt-3m", "--eval-every", "10"],
+    Size.QUICK: [*LAB, "--workers", "4", "--model", "gpt-0.3m", "--eval-every", "5"],
     Size.TINY: ["--workers", "2", "--model", "gpt-0.3m", "--eval-every", "2", "--context", "16"],
 }
 WINDOWS = {Size.FULL: 128, Size.QUICK: 64, Size.TINY: 4}
@@ -56,7 +57,7 @@ def main() -> None:
 
 def compare(seed: int, size: Size) -> dict[str, Any]:
     ddp_steps = DDP_STEPS[size]
-    flags = [*COMMON, *SIZES[size], "--eval-windows", str(WINDOWS[size]), "--seed", str(seed)]
+    flags = [*RATES, *SIZES[size], "--eval-windows", str(WINDOWS[size]), "--seed", str(seed)]
 
     def run(method: str, batch: int, steps: int, *more: str) -> list[Point]:
         own = ["--method", method, "--batch", str(batch), "--steps", str(steps), *more]
