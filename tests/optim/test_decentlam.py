@@ -197,7 +197,8 @@ def codecs() -> Any:
 
 
 def test_a_codec_sends_news_and_hardly_moves_the_mean(ranks: Ranks) -> None:
-    """Coded as they are, weights would be drawn to the codec's grid: benchmarks/decentlam.py."""
+    """Coded as they are, weights would be drawn to the codec's grid: see
+    benchmarks/quality/decentralized_quadratic.py."""
     answers = ranks(4, codecs)
     start, gradient = oracle.problem(4)
     exact = oracle.run("DecentLaM", topology.ring(4).matrix, start, gradient, [0.05] * 40, 0.9)
