@@ -10,6 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness.hosts import on_hosts
+from benchmarks.harness.learning import joined
+from thinwire.train.config import parse
+from thinwire.train.worker import run_worker
+
 
 @dataclass(frozen=True)
 class Point:
@@ -20,17 +25,30 @@ class Point:
     loss: float
 
 
-def trained(flags: list[str]) -> list[Point]:
-    """Trains with these flags and returns the evaluations."""
+def trained(flags: list[str], *, forks: int = 0) -> list[Point]:
+    """Trains with these flags and returns the evaluations.
+
+    Instead of `thinwire train`, which starts workers as the flags say, `forks` makes so many ranks
+    of this process: for sizes at which the start would take longer than the training.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "thinwire", "train", *flags, "--run-dir", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
+        words = [*flags, "--run-dir", str(run)]
+        if forks:
+            on_hosts(_train, words, hosts=forks, link=None)
+        else:
+            command = [sys.executable, "-m", "thinwire", "train", *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
         lines = (run / "metrics" / "rank-0.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [Point(r["step"], r["seconds"], r["val_loss"]) for r in records if r["kind"] == "eval"]
+
+
+def _train(flags: list[str]) -> None:
+    with joined():
+        run_worker(parse(flags))
 
 
 def seconds_to(points: list[Point], target: float) -> float:

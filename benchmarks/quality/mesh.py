@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness.arguments import Size, Table, end, parser
 from benchmarks.harness.curves import trained
 from benchmarks.harness.results import Job, Record, Results, run_here
-from benchmarks.time_to_loss.mesh import ASYNC, SYNC
+from benchmarks.time_to_loss.mesh import ASYNC, MESH, SYNC
 
 
 def main() -> None:
@@ -53,27 +53,15 @@ def main() -> None:
 
 
 def train(job: Job, size: Size) -> Record:
+    shape, forks = size.of(full=(MESH, 0), quick=(MESH, 0), tiny=(["--stages", "2"], 2))
     batch, context, windows = size.of(
         full=("4", "64", "400"), quick=("4", "64", "400"), tiny=("1", "16", "4")
     )
-    replicas = size.of(full="2", quick="2", tiny="1")
-    flags = [
-        "--stages",
-        "2",
-        "--replicas",
-        replicas,
-        "--model",
-        "gpt-0.3m",
-        "--batch",
-        batch,
-        "--context",
-        context,
-        "--lr",
-        job["lr"],
-    ]
+    flags = [*shape, "--model", "gpt-0.3m", "--batch", batch, "--context", context]
     flags += ["--steps", str(job["steps"]), "--eval-every", "0", "--eval-windows", windows]
+    flags += ["--lr", job["lr"], "--seed", str(job["seed"])]
     side = [*ASYNC, "--averaging-delay", job["delay"]] if job["side"] == "async" else SYNC
-    return {"loss": trained([*side, *flags, "--seed", str(job["seed"])])[-1].loss}
+    return {"loss": trained([*side, *flags], forks=forks)[-1].loss}
 
 
 if __name__ == "__main__":

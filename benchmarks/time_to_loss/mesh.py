@@ -16,22 +16,24 @@ from benchmarks.harness.curves import seconds_to, trained
 
 ASYNC = ["--method", "asyncmesh"]
 SYNC = ["--method", "average", "--schedule", "flush", "--optimizer", "LookAhead"]
-LAB = ["--lab", "--rate", "100mbit", "--delay", "10ms", "--replicas", "2"]
+MESH = ["--stages", "2", "--replicas", "2"]
+LAB = [*MESH, "--lab", "--rate", "100mbit", "--delay", "10ms"]
 SIZES = {
     Size.FULL: [*LAB, "--model", "gpt-3m", "--eval-windows", "128"],
     Size.QUICK: [*LAB, "--model", "gpt-0.3m", "--eval-windows", "128"],
-    Size.TINY: ["--model", "gpt-0.3m", "--eval-windows", "4", "--context", "16"],
+    Size.TINY: ["--stages", "2", "--model", "gpt-0.3m", "--eval-windows", "4", "--context", "16"],
 }
 
 
 def main() -> None:
     size: Size = parser(__doc__).parse_args().size
     steps, evaluate_every = size.of(full=(60, 20), quick=(10, 40), tiny=(2, 8))
-    flags = ["--stages", "2", *SIZES[size], "--batch", "4", "--lr", "1e-3", "--final-lr", "1"]
+    flags = [*SIZES[size], "--batch", "4", "--lr", "1e-3", "--final-lr", "1"]
     all_at_once = ["--accumulate", "4", "--steps", str(steps), "--eval-every", "10"]
-    sync = trained([*SYNC, *flags, *all_at_once])
+    forks = size.of(full=0, quick=0, tiny=2)
+    sync = trained([*SYNC, *flags, *all_at_once], forks=forks)
     longer = ["--steps", str(8 * steps), "--eval-every", str(evaluate_every), "--lead", "1"]
-    ours = trained([*ASYNC, *flags, *longer])
+    ours = trained([*ASYNC, *flags, *longer], forks=forks)
     target = sync[-1].loss
     found = {
         "target": round(target, 4),

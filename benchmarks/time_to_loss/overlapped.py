@@ -25,7 +25,7 @@ RATES = ["--lr", "1e-3", "--final-lr", "1.0"]
 SIZES = {
     Size.FULL: [*LAB, "--workers", "4", "--model", "gpt-3m", "--eval-every", "10"],
     Size.QUICK: [*LAB, "--workers", "4", "--model", "gpt-0.3m", "--eval-every", "5"],
-    Size.TINY: ["--workers", "2", "--model", "gpt-0.3m", "--eval-every", "2", "--context", "16"],
+    Size.TINY: ["--model", "gpt-0.3m", "--eval-every", "2", "--context", "16"],
 }
 WINDOWS = {Size.FULL: 128, Size.QUICK: 64, Size.TINY: 4}
 OVERLAPPED = ["--every", "2", "--codec", "int8", "--outer-momentum", "0"]
@@ -61,7 +61,7 @@ def compare(seed: int, size: Size) -> dict[str, Any]:
 
     def run(method: str, batch: int, steps: int, *more: str) -> list[Point]:
         own = ["--method", method, "--batch", str(batch), "--steps", str(steps), *more]
-        return trained([*flags, *own])
+        return trained([*flags, *own], forks=size.of(full=0, quick=0, tiny=2))
 
     dense = {batch: run("ddp", batch, steps) for batch, steps in ddp_steps.items()}
     target = dense[BATCH][-1].loss
