@@ -50,7 +50,9 @@ class Table:
         self.row(*columns)
 
     def row(self, *cells: str) -> None:
-        others = (f"{cell:>{width}}" for cell, width in zip(cells[1:], self._widths, strict=True))
+        others = (
+            f" {cell:>{width - 1}}" for cell, width in zip(cells[1:], self._widths, strict=True)
+        )
         print(f"{cells[0]:{self._first}}" + "".join(others), flush=True)
 
 

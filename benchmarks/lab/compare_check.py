@@ -1,7 +1,7 @@
 """Does `thinwire compare` tell the truth? Its figures against a count that it has no part in.
 
     python -m benchmarks.lab.compare_check             2 hosts, 1M parameters, 100 Mbit/s
-    python -m benchmarks.lab.compare_check --quick     0.3M parameters, fewer steps
+    python -m benchmarks.lab.compare_check --quick     0.3M parameters, fewer steps, 2 methods
 
 First a comparison, methods in turns; at the end the same once more. Between them every method
 alone, as `thinwire train` in a lab of its own, without pauses and without anything else in its
@@ -53,7 +53,9 @@ class Scale:
 
 SCALES = {
     Size.FULL: Scale("gpt-1m", 4, 128, steps=128, rounds=3, methods=tuple(METHODS)),
-    Size.QUICK: Scale("gpt-0.3m", 4, 128, steps=32, rounds=1, methods=tuple(METHODS)),
+    Size.QUICK: Scale(
+        "gpt-0.3m", 4, 64, steps=32, rounds=1, methods=("ddp", "overlapped"), evals=2
+    ),
     Size.TINY: Scale(
         "gpt-0.3m", 1, 16, steps=12, rounds=1, methods=("ddp",), evals=1, rate="20mbit"
     ),

@@ -1,7 +1,7 @@
 """Do the lab's links keep to what is asked of them, for TCP, one way and both ways at once?
 
     python -m benchmarks.lab.link             every case, about two minutes
-    python -m benchmarks.lab.link --quick     shorter measurements
+    python -m benchmarks.lab.link --quick     shorter measurements, without `both`
 
 Needs Linux with namespaces and /dev/net/tun; no GPU, no root. Two hosts; bulk TCP over one
 connection a direction (`both`) or one connection in use both ways (`duplex`, as gloo does). Rates
@@ -155,11 +155,12 @@ def main() -> None:
     size: Size = parser(__doc__).parse_args().size
     warm, seconds = size.of(full=(2.0, 4.0), quick=(0.5, 1.0), tiny=(0.3, 0.3))
     rates, delays = (RATES, DELAYS) if size is not Size.TINY else (RATES[:1], DELAYS[:1])
-    table = Table("asked", "delay", "", "measured", "ratio", "rtt ms", "cpu", first=10)
+    modes = MODES if size is Size.FULL else ("one way", "duplex")
+    table = Table("asked", "delay", "", "measured", "ratio", "rtt ms", "cpu", first=10, width=14)
     cases = []
     for rate in rates:
         for delay in delays:
-            for mode in MODES:
+            for mode in modes:
                 case = measure(rate, delay, mode, warm, seconds)
                 cases.append(case)
                 got = format_rate(case["measured_mbit"] * 1e6)

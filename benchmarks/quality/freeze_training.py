@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.freeze_training                  all trainings (hours)
     python -m benchmarks.quality.freeze_training --only masked    one of them, by name
-    python -m benchmarks.quality.freeze_training --quick          the first, 40 steps
+    python -m benchmarks.quality.freeze_training --quick          the first, 60 steps
     python -m benchmarks.quality.freeze_training --results FILE   keep each run, skip those kept
 
 1-bit Adam with two replicas in one process, the same weights and batches for every freeze; none of
@@ -218,7 +218,7 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(1)
     names = given.only or (list(TRAININGS) if given.size is Size.FULL else ["masked"])
-    steps, windows = given.size.of(full=(None, 512), quick=(40, 512), tiny=(5, 4))
+    steps, windows = given.size.of(full=(None, 512), quick=(60, 512), tiny=(5, 4))
     setups = {name: TRAININGS[name] for name in names}
     if steps is not None:
         setups = {name: replace(setup, steps=steps) for name, setup in setups.items()}

@@ -1,7 +1,7 @@
 """What sparse averaging costs in quality: validation loss at equal tokens, by delay and correction.
 
     python -m benchmarks.quality.sparse             4 replicas, 480 steps, 3 seeds (an hour)
-    python -m benchmarks.quality.sparse --quick     40 steps, 1 seed, 4 methods
+    python -m benchmarks.quality.sparse --quick     60 steps, 1 seed, 4 methods
     python -m benchmarks.quality.sparse --only "5 %, delay 0" "5 %, delay 10, ema"
     python -m benchmarks.quality.sparse --results FILE    keeps finished runs there, and skips them
 
@@ -69,7 +69,7 @@ def main() -> None:
     arguments.add_argument("--results", type=Path, help="a file of JSON lines")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    steps, seeds = given.size.of(full=(480, given.seeds), quick=(40, 1), tiny=(12, 1))
+    steps, seeds = given.size.of(full=(480, given.seeds), quick=(60, 1), tiny=(12, 1))
     sizes = given.size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 4))
     names = given.only or given.size.of(full=list(METHODS), quick=QUICK, tiny=QUICK)
     jobs: list[Job] = [

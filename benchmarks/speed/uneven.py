@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.uneven                3 workers, 120 steps, all cases and methods
     python -m benchmarks.speed.uneven --case thin    this case only
-    python -m benchmarks.speed.uneven --quick        36 steps of the first case or the one given
+    python -m benchmarks.speed.uneven --quick        24 steps of the first case or the one given
 
 Three emulated hosts in the lab, 100 Mbit/s, a GPT of 0.3M parameters. This machine has fewer cores
 than hosts, so most of a step is sleep: PACE seconds, which stand for the compute of a larger model,
@@ -97,7 +97,7 @@ def summed_up(answers: list[dict[str, Any]]) -> dict[str, float]:
 
 def worker(case: str, name: str, size: Size) -> dict[str, Any]:
     size = Size(size)
-    steps, scale = size.of(full=(120, 1.0), quick=(36, 1.0), tiny=(4, 0.1))
+    steps, scale = size.of(full=(120, 1.0), quick=(24, 1.0), tiny=(4, 0.1))
     batch, context, windows = size.of(full=(4, 64, 400), quick=(4, 64, 400), tiny=(1, 16, 6))
     with joined() as world:
         corpus = load_corpus(DataConfig())

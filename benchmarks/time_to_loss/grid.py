@@ -32,20 +32,10 @@ CONFIG = Path(__file__).with_suffix(".toml")
 MARKS = "<!-- made by benchmarks/time_to_loss/grid.py -->", "<!-- end -->"
 WORKERS = (2, 4)
 QUICK = ["--methods", "ddp,overlapped", "--rate", "1gbit,100mbit", "--steps", "16", "--evals", "4"]
-TINY = [
-    "--methods",
-    "ddp,overlapped",
-    "--rate",
-    "20mbit",
-    "--steps",
-    "2",
-    "--evals",
-    "1",
-    "--batch",
-    "1",
-]
-TINY += ["--context", "16", "--eval-windows", "4", "--overtime", "1", "--timed", "0"]
-TINY += ["--set", "every=2"]
+QUICK += ["--set", "every=8"]  # of the grid's settings, what these methods have
+TINY = ["--methods", "ddp,overlapped", "--rate", "20mbit", "--steps", "2", "--evals", "1"]
+TINY += ["--batch", "1", "--context", "16", "--eval-windows", "4", "--overtime", "1"]
+TINY += ["--timed", "0", "--set", "every=2"]
 SMALL = {Size.FULL: [], Size.QUICK: QUICK, Size.TINY: TINY}
 
 

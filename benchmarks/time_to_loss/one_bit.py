@@ -3,7 +3,7 @@
     python -m benchmarks.quality.one_bit --results FILE        the curves: loss by step, 3 seeds;
                                              with --runs also one-bit-adam:late=yes and the like
     python -m benchmarks.time_to_loss.one_bit --results FILE   the seconds of a step, and both
-    python -m benchmarks.time_to_loss.one_bit --quick          few steps, and no curves
+    python -m benchmarks.time_to_loss.one_bit --quick          2 workers, few steps, no curves
 
 Loss and seconds are measured apart: all of these runs in the lab would take hours. The
 seconds are those of real steps of the same model, batch and accumulation on four emulated hosts (on
@@ -113,7 +113,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--results", type=Path, help="what quality.one_bit --results has kept")
     given = arguments.parse_args()
-    hosts = given.size.of(full=REPLICAS, quick=REPLICAS, tiny=2)
+    hosts = given.size.of(full=REPLICAS, quick=2, tiny=2)
     link = given.size.emulated(Link.of(RATE, delay=DELAY))
     figures = on_hosts(worker, given.size, hosts=hosts, link=link, check=True)[0]
     pace = {name: f["ms_per_step"] for name, f in figures.items()}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.time_to_loss.overlapped             4 workers, 100 Mbit/s, 3.2M parameters
     python -m benchmarks.time_to_loss.overlapped --seeds 3   the same for three seeds
-    python -m benchmarks.time_to_loss.overlapped --quick     0.3M parameters, few steps
+    python -m benchmarks.time_to_loss.overlapped --quick     0.3M parameters, 2 workers, few steps
 
 Runs `thinwire train --lab` for ddp and for overlapped on four emulated hosts, seed by seed, with a
 constant learning rate after the warm-up, so that the loss at a moment does not depend on the length
@@ -24,7 +24,7 @@ LAB = ["--lab", "--rate", "100mbit", "--delay", "1ms"]
 RATES = ["--lr", "1e-3", "--final-lr", "1.0"]
 SIZES = {
     Size.FULL: [*LAB, "--workers", "4", "--model", "gpt-3m", "--eval-every", "10"],
-    Size.QUICK: [*LAB, "--workers", "4", "--model", "gpt-0.3m", "--eval-every", "5"],
+    Size.QUICK: [*LAB, "--workers", "2", "--model", "gpt-0.3m", "--eval-every", "5"],
     Size.TINY: ["--model", "gpt-0.3m", "--eval-every", "2", "--context", "16"],
 }
 WINDOWS = {Size.FULL: 128, Size.QUICK: 64, Size.TINY: 4}
@@ -32,7 +32,7 @@ OVERLAPPED = ["--every", "2", "--codec", "int8", "--outer-momentum", "0"]
 BATCH = 2
 DDP_STEPS = {
     Size.FULL: {BATCH: 100, 4: 80, 8: 60},
-    Size.QUICK: {BATCH: 40, 8: 30},
+    Size.QUICK: {BATCH: 30, 8: 20},
     Size.TINY: {BATCH: 4},
 }
 
