@@ -28,7 +28,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks/*.py
 
 # Not --quiet: mkdocs would then see no warning that --strict could make an error.
 docs: $(DOCS_STAMP)

@@ -15,7 +15,7 @@ DOCUMENTS = [
 ]
 _OURS = re.compile(
     r"(?:[A-Z_]+=\S+ )*"
-    r"(?:thinwire |torchrun |make |(?:\S+/)?python3? (?:-m thinwire|benchmarks/|examples/)"
+    r"(?:thinwire |torchrun |make |(?:\S+/)?python3? (?:-m thinwire|-m benchmarks\.|examples/)"
     r"|benchmarks/\S+\.(?:py|sh)\b)"
 )
 # After a command in a block: a comment, or a remark set off by spaces.

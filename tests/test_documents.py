@@ -109,7 +109,7 @@ SHOWN: dict[str, list[str] | None] = {
     "thinwire lab --hosts 2 --rate 100mbit --delay 5ms -- python train.py": LINK,
     "thinwire train --method ddp": TRAIN,
     # docs/results.md
-    "thinwire compare --config benchmarks/grid.toml": [
+    "thinwire compare --config benchmarks/time_to_loss/grid.toml": [
         *COMPARE,
         "--methods",
         "ddp,overlapped",
@@ -163,9 +163,9 @@ TORCHRUN: dict[str, list[str] | None] = {
 }
 # Placeholders of the documents, and what stands for them here.
 MEANT = {"E": "2", "M": "0.5", "D": "0.1", "B": "8", "DIR": "runs/NAME", "FILE": "results.json"}
-MEANT["..."] = "5 %, delay 0"  # of sparse_quality.py's methods
+MEANT["..."] = "5 %, delay 0"  # of the methods of benchmarks/quality/sparse.py
 # Other libraries', in an environment that no test has.
-ELSEWHERE = ("benchmarks/peers/", "peers/bin/python")
+ELSEWHERE = ("benchmarks/rivals/", "benchmarks.rivals.", "rivals/bin/python")
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -233,7 +233,8 @@ def test_every_command_that_is_shown_is_known() -> None:
         assert not set(listed) - set(known), f"a document shows what no test runs: {name}"
         assert not set(known) - set(listed), f"no document shows this any more: {name}"
     rest = {c.text for c in commands() if c.text.split()[0] not in ("thinwire", "torchrun")}
-    kinds = ("make ", "python benchmarks/", "OMP_NUM_THREADS=1 python benchmarks/", "benchmarks/")
+    modules = "python -m benchmarks.", "OMP_NUM_THREADS=1 python -m benchmarks."
+    kinds = ("make ", *modules, "benchmarks/")
     assert not [text for text in rest if not text.startswith((*kinds, *ELSEWHERE))]
 
 
@@ -349,8 +350,8 @@ def test_what_make_demo_runs(desk: Path, lab: None, thinwire: Start) -> None:
 def benchmarks() -> Iterator[str]:
     for command in commands():
         words = [word for word in command.text.split() if "=" not in word[:16] or word[0] == "-"]
-        first = words[1] if words[0].startswith("python") else words[0]
-        if first.startswith("benchmarks/") and not first.startswith(ELSEWHERE):
+        first = words[2] if words[:2] == ["python", "-m"] else words[0]
+        if first.startswith(("benchmarks/", "benchmarks.")) and not first.startswith(ELSEWHERE):
             yield command.text
 
 
@@ -370,10 +371,11 @@ def _parse_flags(words: list[str]) -> None:
 
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign, assignment]
     sys.argv = words
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
+    run = runpy.run_path if words[0].endswith(".py") else runpy.run_module
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        run(words[0], run_name="__main__")
     except Parsed:
         os._exit(0)
     os._exit(1)
@@ -382,7 +384,7 @@ def _parse_flags(words: list[str]) -> None:
 @pytest.mark.parametrize("text", sorted(set(benchmarks())))
 def test_flags_of_benchmarks(text: str) -> None:
     words = [word for word in words_of(text, []) if not word.startswith("OMP_")]
-    words = words[1:] if words[0] == "python" else words
+    words = words[2:] if words[0] == "python" else words
     process = _context.Process(target=_parse_flags, args=(words,))
     process.start()
     process.join(120)

@@ -14,7 +14,7 @@ from tests.programs import corpus  # noqa: F401
 from thinwire.compare import records
 from thinwire.compare.config import CompareConfig, parse
 from thinwire.compare.method_run import MethodRun
-from thinwire.compare.trial import HeatWorker, Trial
+from thinwire.compare.trial import Trial, TrialWorker
 from thinwire.errors import NonFinite
 from thinwire.train.flags import flat_values, with_values
 from thinwire.train.loop.metrics import MetricsWriter
@@ -53,7 +53,7 @@ def heat(folder: Path, values: dict[str, Any], **changes: Any) -> Trial:
     return Trial(**told | changes)
 
 
-def race(told: Trial, kind: type[HeatWorker] = HeatWorker) -> int:
+def race(told: Trial, kind: type[TrialWorker] = TrialWorker) -> int:
     worker = kind(told)
     code = worker.run()
     worker.control.barrier()
@@ -133,7 +133,7 @@ def _the_same_at_another_rate(ranks: Ranks, tmp_path: Path, values: dict[str, An
     assert steps["overlapped"] >= 4  # before its first average nothing is known of its traffic
 
 
-class _Uneven(HeatWorker):
+class _Uneven(TrialWorker):
     """One rank is late by most of a second in every turn."""
 
     def run(self) -> int:
@@ -161,7 +161,7 @@ def test_the_end_of_a_turn_is_no_meeting(ranks: Ranks, tmp_path: Path, corpus: s
     assert all(wall > 0.8 for wall in walls["ddp"])
 
 
-class _Interrupted(HeatWorker):
+class _Interrupted(TrialWorker):
     """Asked to stop in the middle of the second turn of one of them, on one rank."""
 
     def run(self) -> int:
@@ -219,7 +219,7 @@ def test_by_time_all_read_the_same(ranks: Ranks, tmp_path: Path, corpus: str) ->
 
 def troubled(told: Trial) -> int:
     """One method refuses its settings, one breaks down at its third step on both ranks."""
-    worker = HeatWorker(told)
+    worker = TrialWorker(told)
     bad = next(c for c in worker._all if c.name == "ddp")
     original = bad.trainer.pulse.beat
 

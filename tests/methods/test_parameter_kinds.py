@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import thinwire as tw
 from tests.methods.local import local_oracle as oracle
 from tests.methods.local.local_oracle import Settings
-from thinwire.methods.shared.flat import Unchanged
+from thinwire.flat import Unchanged
 from thinwire.wire.codecs import Codec, Dense, ErrorFeedback, Feedback, Int4, Int8, OneBit, TopK
 
 NUMEL, LR, REPLICAS, STEPS = 40, 0.05, 3, 23

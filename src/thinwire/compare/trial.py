@@ -74,7 +74,7 @@ class Trial:
         return with_values(CompareConfig(), self.settings)
 
 
-class HeatWorker:
+class TrialWorker:
     """Runs a heat on one host."""
 
     def __init__(self, heat: Trial) -> None:
@@ -259,7 +259,7 @@ def main() -> None:
     """`heat FILE`, on every host."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        worker = HeatWorker(Trial.read(Path(sys.argv[1])))
+        worker = TrialWorker(Trial.read(Path(sys.argv[1])))
         code = worker.run()
     except StorageError as error:  # which is no method's fault
         print(error, file=sys.stderr, flush=True)

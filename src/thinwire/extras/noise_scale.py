@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.methods.shared.flat import local_part
+from thinwire.flat import local_part
 from thinwire.optim.checks import (
     require_count,
     require_group,

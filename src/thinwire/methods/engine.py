@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.flat import local_part
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 from thinwire.wire.agreement import require_same, require_same_values
 
 State = dict[str, Any]

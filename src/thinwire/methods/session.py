@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.flat import Unchanged, shard_of
 from thinwire.methods.shared.finite import StepGuard
-from thinwire.methods.shared.flat import Unchanged, shard_of
 from thinwire.wire.account import Account
 from thinwire.wire.evaluation import EvaluationWire
 from thinwire.wire.ranks import Group

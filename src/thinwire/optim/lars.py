@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.methods.shared.flat import local_part
+from thinwire.flat import local_part
 from thinwire.optim.checks import (
     require_nonnegative,
     require_params,

@@ -1,11 +1,11 @@
 """TensorwiseOptimizer: steps that are taken tensor by tensor, as LARS and LAMB take them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.methods.base import Closure
 from thinwire.optim.checks import require_dense_gradient
 
 
@@ -13,7 +13,7 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
     """A method implements `_update`, which is called for every parameter that has a gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -15,8 +15,8 @@ import thinwire as tw
 from tests.conftest import Ranks
 from tests.methods.gossip import decent_oracle as oracle
 from thinwire.errors import NonFinite
+from thinwire.flat import Flat
 from thinwire.methods.gossip.dsgd import require_agreement
-from thinwire.methods.shared.flat import Flat
 from thinwire.wire import topology
 from thinwire.wire.codecs import Dense, ErrorFeedback, Int4, Int8, OneBit
 
@@ -199,7 +199,8 @@ def codecs() -> Any:
 
 
 def test_a_codec_sends_news_and_hardly_moves_the_mean(ranks: Ranks) -> None:
-    """Coded as they are, weights would be drawn to the codec's grid: benchmarks/decentlam.py."""
+    """Coded as they are, weights would be drawn to the codec's grid: see
+    benchmarks/quality/decentralized_quadratic.py."""
     answers = ranks(4, codecs)
     start, gradient = oracle.problem(4)
     exact = oracle.run("DecentLaM", topology.ring(4).matrix, start, gradient, [0.05] * 40, 0.9)

@@ -29,13 +29,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.flat import Flat, local_part
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.engine import State
 from thinwire.methods.overlap.bucket import Bucket, arrange, version
 from thinwire.methods.overlap.engine import ReducingEngine
 from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import refusal, require_codec
 from thinwire.wire.codecs import Codec, Dense, Feedback

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.flat import local_part
 from thinwire.methods.base import Shown, WireOptimizer
 from thinwire.methods.gossip.bucket import NeighbourBucket
 from thinwire.methods.gossip.engine import GossipEngine, GossipOptions
-from thinwire.methods.shared.flat import local_part
 from thinwire.optim.checks import require_nonnegative, require_share
 from thinwire.wire.codecs import Codec
 from thinwire.wire.ranks import Group

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import NonFinite
+from thinwire.flat import Flat, local_part
 from thinwire.methods.engine import State
 from thinwire.methods.gossip.bucket import NeighbourBucket
 from thinwire.methods.gossip.differences import MOMENTS, OLD_NAMES, Differences
@@ -43,7 +44,6 @@ from thinwire.methods.overlap.saved_state import SavedState
 from thinwire.methods.session import Session
 from thinwire.methods.shared.consensus import mean_of_replicas
 from thinwire.methods.shared.finite import finite_means
-from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.model_buffers import ModelBuffers
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import (

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.flat import Flat
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.engine import Engine, State
 from thinwire.methods.session import Session
 from thinwire.methods.shared.consensus import mean_of_replicas
 from thinwire.methods.shared.finite import StepGuard, finite_means
-from thinwire.methods.shared.flat import Flat
 from thinwire.methods.shared.model_buffers import ModelBuffers
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_buffers, require_codec, require_count

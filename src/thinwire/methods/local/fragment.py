@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.flat import Flat, is_double, local_part
 from thinwire.methods.local.outer import Outer, OuterState
 from thinwire.methods.shared.finite import broken_ranks, give_up, largest_of
-from thinwire.methods.shared.flat import Flat, is_double, local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.wire.codecs import Codec, Dense, Feedback
 from thinwire.wire.flight import Flight, all_finite

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thinwire.flat import local_part
 from thinwire.methods.onebit.mean_norm import MeanNorm, shortening
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.wire.flight import Flight
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.flat import local_part
 from thinwire.methods.onebit.clipping import Clipping
 from thinwire.methods.onebit.mean_norm import shortening
 from thinwire.methods.onebit.moments import MomentBucket
@@ -27,7 +28,6 @@ from thinwire.methods.onebit.progress import Progress
 from thinwire.methods.onebit.rule import Learned, Rule
 from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 from thinwire.wire.flight import Flight
 from thinwire.wire.scratch import Scratch
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from thinwire.flat import local_part
 from thinwire.methods.onebit.clipping import Clipping
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.rule import Rule
 from thinwire.methods.onebit.used_since import UsedSince
 from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 
 
 class LocalSteps:

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.deprecated import renamed_arguments
+from thinwire.flat import local_part
 from thinwire.methods.base import Shown, WireOptimizer
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.progress import Progress
 from thinwire.methods.onebit.rule import Learned, Rule, State
 from thinwire.methods.onebit.sharded_moments import equalising
 from thinwire.methods.onebit.two_stages import StageOptions, TwoStages
-from thinwire.methods.shared.flat import local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_bool, require_bounds, require_share
 from thinwire.optim.lamb import Bounds, coefficients

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.flat import local_part
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.progress import Progress
-from thinwire.methods.shared.flat import local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.optim.checks import require_betas, require_bool, require_nonnegative
 from thinwire.wire.wire import Wire

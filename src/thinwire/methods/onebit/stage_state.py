@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from thinwire.flat import local_part
 from thinwire.methods.engine import State
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.onebit.store import MomentStore
@@ -12,7 +13,6 @@ from thinwire.methods.overlap.engine import Kept
 from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.overlap.saved_state import SavedState
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 
 
 class Saved(Protocol):

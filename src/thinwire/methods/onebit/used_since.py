@@ -3,10 +3,10 @@ were then. See [Note: unused] in zero_one_adam.py."""
 
 from torch import Tensor
 
+from thinwire.flat import local_part
 from thinwire.methods.onebit.moments import MomentBucket
 from thinwire.methods.overlap.reducer import GradientReducer
 from thinwire.methods.session import Session
-from thinwire.methods.shared.flat import local_part
 
 
 class UsedSince:

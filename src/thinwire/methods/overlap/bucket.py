@@ -13,7 +13,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.methods.shared.flat import Flat, local_part
+from thinwire.flat import Flat, local_part
 from thinwire.wire.codecs import Feedback
 from thinwire.wire.flight import Flight
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from thinwire.flat import Flat
 from thinwire.methods.shared.finite import finite_means
-from thinwire.methods.shared.flat import Flat
 from thinwire.methods.shared.shards import Shards
 from thinwire.wire.wire import Wire
 

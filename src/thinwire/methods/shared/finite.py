@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import NonFinite
-from thinwire.methods.shared.flat import local_part, shard_of
+from thinwire.flat import local_part, shard_of
 from thinwire.methods.shared.shards import Shards
 from thinwire.wire.flight import all_finite
 from thinwire.wire.wire import Wire

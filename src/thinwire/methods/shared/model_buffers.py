@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.flat import Flat, local_part
 from thinwire.methods.shared.finite import finite_means
-from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.shards import Shards
 from thinwire.wire.flight import Flight, all_finite
 from thinwire.wire.wire import Wire

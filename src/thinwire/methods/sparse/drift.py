@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.methods.shared.flat import Flat
+from thinwire.flat import Flat
 from thinwire.methods.sparse.subsets import Subset
 
 START, END = 0.5, 0.01

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.checks import pair_of_numbers
 from thinwire.errors import ThinwireError
+from thinwire.flat import Flat, local_part
 from thinwire.methods.engine import Engine
 from thinwire.methods.session import Session
 from thinwire.methods.shared.consensus import mean_of_replicas
@@ -26,7 +27,6 @@ from thinwire.methods.shared.finite import (
     give_up,
     largest_of,
 )
-from thinwire.methods.shared.flat import Flat, local_part
 from thinwire.methods.shared.model_buffers import ModelBuffers
 from thinwire.methods.shared.shards import Shards
 from thinwire.methods.sparse.drift import START, DriftEstimate, ema_weight, scaled_end

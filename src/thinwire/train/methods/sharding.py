@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
-from thinwire.methods.shared.flat import shard_of
+from thinwire.flat import shard_of
 from thinwire.train.tasks.models import Stack
 from thinwire.wire.world import World
 

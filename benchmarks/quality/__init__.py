@@ -1,0 +1,1 @@
+"""How well: loss or accuracy at equal work. Nothing here is timed."""

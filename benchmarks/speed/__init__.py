@@ -1,0 +1,1 @@
+"""How fast: what a method keeps of the speed of the compute alone."""

@@ -1,0 +1,1 @@
+"""How soon: seconds until a loss is reached."""
