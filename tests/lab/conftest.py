@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_tools import MakeLab
 
+from tests.lab.lab_tools import MakeLab
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Link
 

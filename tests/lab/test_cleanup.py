@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from lab_tools import descendants, processes_in
+
+from tests.lab.lab_tools import descendants, processes_in
 
 LAUNCH = """
 import json, os, signal, sys

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from lab_tools import CONNECT, MakeLab, python
 
+from tests.lab.lab_tools import CONNECT, MakeLab, python
 from thinwire.lab import Lab, Line, Patience
 
 LAUNCH = """

@@ -5,8 +5,8 @@ import os
 import signal
 
 import pytest
-from lab_tools import CONNECT, MakeLab, processes_in, python
 
+from tests.lab.lab_tools import CONNECT, MakeLab, processes_in, python
 from thinwire.errors import LabError, UsageError
 from thinwire.lab import Lab, Line, Link
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from lab_tools import descendants
 
 import thinwire
+from tests.lab.lab_tools import descendants
 from thinwire.lab import kernel
 
 NOBODY = 65534

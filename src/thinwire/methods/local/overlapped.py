@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.local.fragment import Fragment
 from thinwire.methods.local.outer import Outer, preset_outer, require_penalty
-from thinwire.methods.local.rounds import Every, LocalRounds, RoundOptions
+from thinwire.methods.local.rounds import Delay, Every, LocalRounds, RoundOptions
 from thinwire.optim.checks import require_choice, require_group, require_positive
 from thinwire.wire.codecs import Codec, Feedback
 from thinwire.wire.ranks import Group, group_size
@@ -36,6 +36,8 @@ class CO2(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -95,6 +97,8 @@ class Eager(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -147,6 +151,8 @@ class Overlapped(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")

@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire.methods.base import Shown, WireOptimizer, require_wrapped
 from thinwire.methods.local.fragment import Fragment
 from thinwire.methods.local.outer import Outer, preset_outer
-from thinwire.methods.local.rounds import Every, LocalRounds, RoundOptions
+from thinwire.methods.local.rounds import Delay, Every, LocalRounds, RoundOptions
 from thinwire.wire.codecs import Codec, ErrorFeedback, Feedback, Int4, TopK
 from thinwire.wire.ranks import Group
 
@@ -41,6 +41,8 @@ class LocalSGD(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -86,6 +88,8 @@ class SlowMo(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -135,6 +139,8 @@ class DiLoCo(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -185,6 +191,8 @@ class StreamingDiLoCo(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
@@ -237,6 +245,8 @@ class SparseLoCo(WireOptimizer):
 
     engine: LocalRounds
     every = Shown[int | None]("every", "Inner steps in a round; None while it is measured.")
+    delay = Shown[Delay]("delay", "When the mean of a round is used.")
+    own_weight = Shown[float]("own_weight", "Of a replica's own newest progress.")
     outer = Shown[Outer]("outer", "The outer optimizer's settings.")
     rounds = Shown[int]("rounds", "Rounds ended so far.")
     fragments = Shown[list[Fragment]]("fragments", "What is averaged together.")
