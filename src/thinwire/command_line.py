@@ -31,7 +31,7 @@ Config = TypeVar("Config")
 
 # Names that flags and settings had once -> their names now. `torchrun ... --run` never reaches us:
 # torchrun takes it for its own --run-path.
-RENAMED = {"run": "run_dir"}
+RENAMED = {"run": "run_dir", "late": "delayed_step"}
 MOST = 2**31 - 1  # of whole numbers, but for seeds: products of two of them still fit 64 bits
 _MOST_SEED = 2**63 - 1
 _LARGEST = 3e38  # of numbers

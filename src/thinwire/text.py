@@ -1,4 +1,4 @@
-"""Text that somebody else wrote - a file, a peer - made safe for a terminal."""
+"""Text for people: what somebody else wrote, made safe for a terminal; and sizes."""
 
 import re
 
@@ -12,3 +12,12 @@ _UNSAFE = re.compile(
 def printable(text: object) -> str:
     """As it reads, with each unsafe character as its escape: `\\x1b[2J` clears no screen."""
     return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def format_bytes(count: float) -> str:
+    """1234567 -> '1.23 MB' (decimal units, as links are rated)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.wire.account import Account, format_bytes
+from thinwire.text import format_bytes
+from thinwire.wire.account import Account
 from thinwire.wire.codecs import Dense, Int8
 from thinwire.wire.comm_thread import CommThread
 from thinwire.wire.flight import Flight, all_finite

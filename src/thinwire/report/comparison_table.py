@@ -20,8 +20,7 @@ from thinwire.report.comparison import (
     Spread,
 )
 from thinwire.report.plain import plain
-from thinwire.text import printable
-from thinwire.wire.account import format_bytes
+from thinwire.text import format_bytes, printable
 
 NOTHING = "-"  # where a figure is not known
 _WIDE = 200  # characters of a line elsewhere than on a terminal

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.report.plain import plain
-from thinwire.text import printable
-from thinwire.wire.account import format_bytes
+from thinwire.text import format_bytes, printable
 
 _SECONDS_BETWEEN_LINES = 5.0
 

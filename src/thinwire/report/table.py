@@ -10,7 +10,7 @@ from rich.table import Table
 from thinwire.lab.check import LinkCheck
 from thinwire.lab.units import format_duration, format_rate
 from thinwire.report.plain import plain
-from thinwire.wire.account import format_bytes
+from thinwire.text import format_bytes
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:

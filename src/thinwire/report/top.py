@@ -23,7 +23,7 @@ from rich.text import Text
 from thinwire import foreign_files as files
 from thinwire.errors import UsageError
 from thinwire.report.plain import plain
-from thinwire.wire.account import format_bytes
+from thinwire.text import format_bytes
 
 _RECENT = 20  # steps over which the present speed is taken
 _BARS = "▁▂▃▄▅▆▇█"

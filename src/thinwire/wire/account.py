@@ -14,15 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from thinwire.checks import require_at_least, require_count
-
-
-def format_bytes(count: float) -> str:
-    """1234567 -> '1.23 MB' (decimal units, as links are rated)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+from thinwire.text import format_bytes
 
 
 @dataclass(frozen=True)
